@@ -14,10 +14,12 @@ import contextlib
 import functools
 import random
 from collections.abc import AsyncIterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
+from openenv.core.env_server.types import EnvironmentMetadata
 from pydantic import Field
 
 from cuda_agent.agent.environment import KernelEnvironment, SandboxFault
@@ -30,6 +32,8 @@ from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
+
+DESCRIPTION = "Write kernels that make a PyTorch model faster. A sandbox checks and times the solution."
 
 
 class KernelAction(Action):
@@ -138,6 +142,9 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         last.done = self._state.done = True
         await self._stack.aclose()
         return last
+
+    def get_metadata(self) -> EnvironmentMetadata:
+        return EnvironmentMetadata(name="cuda-agent", description=DESCRIPTION, version=version("cuda-agent"))
 
     @property
     def state(self) -> KernelState:

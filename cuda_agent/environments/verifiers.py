@@ -21,6 +21,7 @@ from cuda_agent.agent.tools import TOOLS, solution_of
 from cuda_agent.compose import compose
 from cuda_agent.pipeline.runs import cache_of
 from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.sandbox.wire import Solution
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
@@ -105,6 +106,18 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
     @classmethod
     def toolsets(cls, config: KernelTaskConfig) -> list[vf.Toolset]:
         return [KernelTools(config.tools)]
+
+    async def validate(self, runtime: vf.Runtime) -> bool:
+        """Judges the task's own model as a solution in the format ``python``, without times. Returns whether it is
+        correct. ``vf-validate`` calls this method to find tasks that no solution can pass.
+
+        Raises:
+            SandboxFault: The sandbox failed twice.
+            TaskError: The task cannot be run."""
+        own = Solution("python", {"model_new.py": f"{self.data.code}\n\nclass ModelNew(Model):\n    pass\n"})
+        async with opened(self.data.task(), self.config.tools) as environment:
+            verdict = await environment.judge(own, "check")
+        return verdict.status == "ok"
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:

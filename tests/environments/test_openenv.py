@@ -3,6 +3,8 @@ own runs this (docs/environments.md)."""
 
 import asyncio
 import contextlib
+import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cuda_agent.exploits.records import TASKS, solution, task_of
+from cuda_agent.exploits.suite import EXPLOITS
 from tests.environments.examples import blocks, guides_model, surroundings
 from tests.ports import free_port
 from tests.waiting import wait_for
@@ -70,6 +74,42 @@ def test_the_documents_example_prints_what_it_says(server, tmp_path):
     shown = [text for kind, text in blocks("## OpenEnv") if not kind][-1]
     ratios = re.compile(r"[\d.]+x")  # the model clock's baselines are of the installed torch
     assert ratios.sub("?x", said.stdout.strip()) == ratios.sub("?x", shown.strip())
+
+
+def test_openenvs_own_validator_passes(server):
+    command = [sys.executable, "-m", "openenv.cli", "validate", "--url", server.replace("ws:", "http:")]
+    said = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"NO_PROXY": "127.0.0.1"})
+    report = json.loads(said.stdout)
+    assert (said.returncode, report["passed"], report["summary"]["failed_criteria"]) == (0, True, []), said.stdout
+    (metadata,) = [each["actual"] for each in report["criteria"] if each["id"] == "metadata_endpoint"]
+    assert metadata["name"] == "cuda-agent" and "kernels" in metadata["description"]
+
+
+@pytest.mark.parametrize("name", ["answer_key_read", "last_rows_left_out", "program_started", "own_memory_file"])
+def test_an_exploit_gets_no_reward(name, tmp_path):
+    from cuda_agent.config import SandboxConfig
+    from cuda_agent.environments.openenv import Arena, KernelAction, KernelServer
+    from cuda_agent.sandbox.client import open_sandbox
+
+    exploit, settings = EXPLOITS[name], SandboxConfig(clock="model", run_seconds=2.0, memory_mb=400, threads=2)
+    (tmp_path / "secret").write_text("canary canary;\n")
+    files = solution(exploit.format, exploit.files, {"@SECRET@": f"/{tmp_path / 'secret'}"}).files
+
+    async def work():
+        arena = Arena([task_of(exploit.task, TASKS[exploit.task])], settings, steps=40)
+        async with open_sandbox(settings, tmp_path / "cache") as arena.sandbox:
+            environment = KernelServer(arena)
+            await environment.reset_async()
+            for path, text in files.items():
+                arguments = {"path": path, "content": text}
+                assert (await environment.step_async(KernelAction(tool="Write", arguments=arguments))).text == "ok"
+            profile = {"command": "profile"}
+            said = (await environment.step_async(KernelAction(tool="Bash", arguments=profile))).text
+            return said, await environment.step_async(KernelAction())
+
+    said, last = asyncio.run(work())
+    assert "best" not in said and (last.done, last.reward) == (True, -1), (said, last)
+    assert last.verdict["status"] in exploit.admissible and last.verdict["status"] != "build_error"
 
 
 def test_an_episode_ends_with_a_verdict_and_then_takes_no_more(server):

@@ -28,21 +28,34 @@ def files_of_the_example() -> dict[str, str]:
     return {"kernels/fused.cpp": names["KERNEL"], "plan.json": names["PLAN"]}
 
 
-def evaluate(folder: Path, turns) -> tuple[dict, list[dict]]:
-    """The trace of one rollout by ``vf-eval``, and what the scripted model was asked."""
+def in_shell(folder: Path, command: str) -> str:
+    """What a command of the document prints in ``folder``, which has the guide's task and the taskset's module."""
     (folder / "model.py").write_text(guides_model())
     (folder / "my_kernels.py").write_text(next(text for kind, text in blocks("## verifiers") if kind == "python"))
-    command = next(text for kind, text in blocks("## verifiers") if text.startswith("vf-eval"))
     environment = surroundings(folder) | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    with serve(said(turns)) as served:
-        shell = command.replace("http://127.0.0.1:8000/v1", served.url)
-        ended = subprocess.run(
-            ["bash", "-euc", shell], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
-        )
+    ended = subprocess.run(
+        ["bash", "-euc", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def evaluate(folder: Path, turns) -> tuple[dict, list[dict]]:
+    """The trace of one rollout by ``vf-eval``, and what the scripted model was asked."""
+    command = next(text for kind, text in blocks("## verifiers") if text.startswith("vf-eval"))
+    with serve(said(turns)) as served:
+        in_shell(folder, command.replace("http://127.0.0.1:8000/v1", served.url))
     (file,) = folder.rglob("traces.jsonl")
     ((trace,),) = [json.loads(line)["traces"] for line in file.read_text().splitlines()]
     return trace, served.requests
+
+
+def test_the_librarys_own_validator_passes(tmp_path):
+    command = next(text for kind, text in blocks("## verifiers") if text.startswith("vf-validate"))
+    in_shell(tmp_path, command)
+    (file,) = tmp_path.rglob("results.jsonl")
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert (row["valid"], row["gold"]["valid"], row["noop"]["reward"]) == (True, True, -1.0), row
 
 
 def test_a_rollout_plays_with_our_tools_and_is_rewarded_by_the_verdict(tmp_path):
