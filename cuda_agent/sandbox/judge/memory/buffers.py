@@ -190,8 +190,8 @@ class Buffers:
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
         """Copies ``inputs`` into a slot. Then fills the slot's outputs, and the gaps before, between and after them,
-        with poison: large numbers in a new random pattern. If times are simulated, the pattern is the slot's own, because
-        a verdict may quote a value that was never written."""
+        with poison: large numbers in a new random pattern. If times are simulated, the pattern depends on the slot
+        alone, because a verdict may quote a value that was never written."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         room = self._rooms[slot]
