@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cuda_agent.agent.prompt import write_answer
+from cuda_agent.agent.prompt import parse_answer, write_answer
+from cuda_agent.agent.tools import solution_of
 from cuda_agent.exploits.records import TASKS, solution, task_of
 from cuda_agent.exploits.suite import exploits_on
 from cuda_agent.sandbox.wire import Verdict
@@ -20,7 +21,13 @@ gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAN = {path: (EXAMPLES / "plan" / path).read_text() for path in ("kernels/fused.cpp", "plan.json")}
 ANSWER = write_answer(PLAN)
-EXPLOITS = [e for e in exploits_on("cpu").values() if e.format == "plan" and not (e.timed or e.needs_root or e.before)]
+# Some attacks are files that are no part of an answer (large ones, or not below kernels/). The rest of these is honest.
+EXPLOITS = [
+    exploit
+    for exploit in exploits_on("cpu").values()
+    if exploit.format == "plan" and not (exploit.timed or exploit.needs_root or exploit.before)
+    if solution_of(parse_answer(write_answer(dict(exploit.files))), "plan").files.keys() == exploit.files.keys()
+]
 LIMITS = [
     "sandbox.clock=model",
     "sandbox.run_seconds=2",
