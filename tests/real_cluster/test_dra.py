@@ -13,7 +13,7 @@ from kubectl import HERE, Cluster, script, setting, wait_for
 from release import Release, merged, release, values
 from runs import pod_of, submit
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly]  # builds its driver
 RUN = "claims"
 CLASS = "gpu.nvidia.com"
 BY_MEMORY = f"device.capacity['{CLASS}'].memory.compareTo(quantity('80Gi')) >= 0"
