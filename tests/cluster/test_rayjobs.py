@@ -25,7 +25,10 @@ pytestmark = needs_helm
 needs_plane = pytest.mark.skipif(
     MISSING or KUBERAY is None, reason="no API server or KubeRay: .ci/tools, make cluster-up"
 )
-VALUES = merged(ALONE, {"fullnameOverride": "cuda-agent", "monitoring": {"serviceMonitor": False, "alerts": False}})
+VALUES = merged(
+    ALONE,
+    {"fullnameOverride": "cuda-agent", "monitoring": {"serviceMonitor": False, "podMonitor": False, "alerts": False}},
+)
 ARGUMENTS = ["pod", "stage", "agentic", "--run", "night", "--config", "ab" * 32, "--workflow", "night"]
 
 
