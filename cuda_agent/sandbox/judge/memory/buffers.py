@@ -190,12 +190,12 @@ class Buffers:
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
         """Copies ``inputs`` into a slot. Then fills the slot's outputs, and the gaps before, between and after them,
-        with poison: large numbers in a new random pattern. If times are simulated, the pattern depends on the slot
-        alone, because a verdict may quote a value that was never written."""
+        with poison: large numbers in a new random pattern. If times are simulated, the pattern is always the same,
+        because a verdict may quote a value that was never written."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         room = self._rooms[slot]
-        drawn = ((4 * slot + byte) % 16 if self._fixed else secrets.randbelow(16) for byte in range(4))
+        drawn = range(4) if self._fixed else [secrets.randbelow(16) for _ in range(4)]
         self._patterns[slot] = pattern = bytes(0x60 + number for number in drawn)
         self.output_area.poison(room.start, len(room), pattern)
         self.output_area.settle()

@@ -99,5 +99,5 @@ def test_outputs_that_were_not_written_are_the_same_in_every_run_only_with_simul
             buffers.fill(slot, [numpy.zeros((64, 100), "float32")])
         left.append(tuple(float(buffers.outputs(slot)[0][0]) for slot in range(3)))
         buffers.close()
-    assert (len(set(left)) == 1) == fixed
-    assert len({abs(value) > 1e19 for value in left[0]}) == 1 and len(set(left[0])) == 3
+    assert (len({value for values in left for value in values}) == 1) == fixed  # a slot is drawn at random
+    assert all(value > 1e19 for values in left for value in values)
