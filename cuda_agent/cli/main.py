@@ -22,13 +22,17 @@ from cuda_agent.cli.optimize import commands as optimize_commands
 from cuda_agent.cli.options import (
     AsJson,
     Device,
+    ModelFile,
     Overrides,
+    SolutionFolder,
+    SolutionFormat,
     TrainMode,
     command,
     command_group,
     composed,
     print_json,
     show,
+    with_train_mode,
 )
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
@@ -36,7 +40,6 @@ from cuda_agent.cli.sandbox import sandbox_app
 from cuda_agent.cli.tune import tune_commands
 from cuda_agent.cli.upkeep import commands as upkeep_commands
 from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TaskError
-from cuda_agent.format_names import Format
 
 app = typer.Typer(
     name="cuda-agent",
@@ -159,12 +162,10 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     "cuda-agent evaluate model.py my-solution/ --shapes auto --shapes batch_size=7,dim=1000",
 )
 def evaluate(
-    task: Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
-    solution: Annotated[Path, Argument(help="a folder with plan.json and kernels/, or with model_new.py")],
+    task: ModelFile,
+    solution: SolutionFolder,
     overrides: Overrides = None,
-    format: Annotated[
-        Format | None, Option(help="format of the solution [default: that of the folder's files]")
-    ] = None,
+    format: SolutionFormat = None,
     device: Device = None,
     mode: Annotated[
         Literal["quick", "strict", "check"],
@@ -195,8 +196,7 @@ def evaluate(
     from cuda_agent.tasks.io import task_from_file
 
     given, files = task_from_file(task), evaluation.solution_files(solution)
-    words = [*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])]
-    settings, cache = evaluation.settings_for(files, words, format, device)
+    settings, cache = evaluation.settings_for(files, with_train_mode(overrides, train_mode), format, device)
     judged = evaluation.checked_solution(files, settings.sandbox.format, str(solution))
     work = evaluation.evaluate(settings.sandbox, cache, given, judged, mode, again, shapes or ())
     what = "judging; the first verdict on a task also times eager and torch.compile"

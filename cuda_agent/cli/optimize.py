@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
-from cuda_agent.cli.options import Device, TrainMode, command, command_group, composed
+from cuda_agent.cli.options import Device, TrainMode, command, command_group, composed, with_train_mode
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
@@ -143,7 +143,7 @@ def optimize(
         changes.setdefault("device", device_of(overrides))
     order = folders.with_changes(order, changes)
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
-    overrides += ["sandbox.train_mode=true"] if train_mode else []
+    overrides = with_train_mode(overrides, train_mode)
     overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]
     outcome = _run(order, overrides, source, folder, resume is not None, as_json)
     nothing = outcome.best is None and outcome.why == "server"

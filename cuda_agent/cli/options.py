@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from typer import Argument, Option
 
+from cuda_agent.format_names import Format
+
 if TYPE_CHECKING:
     from cuda_agent.config import Config
 
@@ -27,6 +29,11 @@ Where = Annotated[
 ]
 Namespace = Annotated[
     str | None, Option("--namespace", "-n", help="Kubernetes namespace [default: that of the context]")
+]
+ModelFile = Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")]
+SolutionFolder = Annotated[Path, Argument(help="a folder with plan.json and kernels/, or with model_new.py")]
+SolutionFormat = Annotated[
+    Format | None, Option("--format", help="format of the solution [default: that of the folder's files]")
 ]
 TrainMode = Annotated[
     bool, Option("--train-mode", help="run models in train() mode, as KernelBench does, not in eval() mode")
@@ -59,13 +66,18 @@ def command(group: typer.Typer, *examples: str, name: str | None = None) -> Call
     return group.command(name, epilog="\b\n" + "\n  ".join([f"{title}:", *examples]))
 
 
+def with_train_mode(overrides: Sequence[str] | None, train_mode: bool) -> list[str]:
+    """Returns ``overrides``.  With ``train_mode``, adds the override ``sandbox.train_mode=true``."""
+    return [*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])]
+
+
 def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tuple[Config, Path]":
     """Returns the configuration with ``overrides``, and the cache folder on this machine for the configured store
     (``run.store``).  With ``train_mode``, adds the override ``sandbox.train_mode=true``."""
     from cuda_agent.compose import compose
     from cuda_agent.pipeline.runs import cache_of
 
-    config = compose([*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])])
+    config = compose(with_train_mode(overrides, train_mode))
     return config, cache_of(config)
 
 

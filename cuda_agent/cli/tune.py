@@ -5,11 +5,22 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
-from cuda_agent.cli.options import AsJson, Device, Overrides, TrainMode, command, command_group, show
+from cuda_agent.cli.options import (
+    AsJson,
+    Device,
+    ModelFile,
+    Overrides,
+    SolutionFolder,
+    SolutionFormat,
+    TrainMode,
+    command,
+    command_group,
+    show,
+    with_train_mode,
+)
 from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY
-from cuda_agent.format_names import Format
 
 tune_commands = command_group()
 
@@ -20,14 +31,12 @@ tune_commands = command_group()
     "cuda-agent tune model.py my-solution/ --most 64 --output faster/",
 )
 def tune(
-    task: Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
-    solution: Annotated[Path, Argument(help="a folder with plan.json and kernels/, or with model_new.py")],
+    task: ModelFile,
+    solution: SolutionFolder,
     overrides: Overrides = None,
     most: Annotated[int, Option(min=2, help="most variants; of more, so many are drawn at random")] = 256,
     output: Annotated[Path | None, Option(help="new folder for the fastest variant [default: SOLUTION-tuned]")] = None,
-    format: Annotated[
-        Format | None, Option(help="format of the solution [default: that of the folder's files]")
-    ] = None,
+    format: SolutionFormat = None,
     device: Device = None,
     train_mode: TrainMode = False,
     as_json: AsJson = False,
@@ -40,7 +49,7 @@ def tune(
     fastest correct one is written to the output folder, with its verdict. Exit code 0: there is one; 79: there is
     none; 75: the sandbox failed."""
     from cuda_agent.optimize import evaluation, tuning
-    from cuda_agent.optimize.folder import OptimizeError
+    from cuda_agent.optimize.folder import OptimizeError, write_solution
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.tasks.io import task_from_file
 
@@ -48,8 +57,7 @@ def tune(
     if target.exists():
         raise OptimizeError(f"--output {target}: exists already; name a new folder")
     given, files = task_from_file(task), evaluation.solution_files(solution)
-    words = [*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])]
-    settings, cache = evaluation.settings_for(files, words, format, device)
+    settings, cache = evaluation.settings_for(files, with_train_mode(overrides, train_mode), format, device)
     first = evaluation.checked_solution(files, settings.sandbox.format, str(solution))
 
     async def work() -> tuning.Tuning:
@@ -58,10 +66,7 @@ def tune(
 
     found = evaluation.run_to_end(work())
     if found.best and found.best.strict:
-        for name, text in found.best.solution.files.items():
-            path = target / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        write_solution(target, found.best.solution.files)
         (target / "verdict.json").write_text(json.dumps(found.best.strict.to_json(), indent=1))
     lines = tuning.tuning_lines(found) + ([f"it is in {target}"] if found.best else [])
     show(as_json, found.to_json(), lines)

@@ -8,6 +8,7 @@ The run's servers are sandbox servers, which build and run the generated kernels
 language model.  A step may be killed at any moment and started again: it creates only objects that are missing."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -140,13 +141,13 @@ def prepare(
         runs.touch(store, record)
     graph = stages_of(config) if stages is None else stages
     done: dict[str, Manifest] = {}
-    earlier = newest_results(store)
+    earlier = functools.cache(functools.partial(newest_results, store))  # not read if the cache has all results
     for stage in graph:
         if all(above in done for above in needs(graph, stage)):
             identity = identity_of(store, graph, stage, config, done)
             if result := serve_from_cache(store, run, identity):
                 done[stage.name] = result
-            elif why := why_missed(store, earlier.get(stage.name), stage, identity):
+            elif why := why_missed(store, earlier().get(stage.name), stage, identity):
                 print(f"{stage.name} is not in the cache; {why}", flush=True)
     left = [stage for stage in graph if stage.name not in done]
     spread = spread and config.runtime == "ray"

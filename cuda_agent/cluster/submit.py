@@ -208,9 +208,8 @@ def submitter_of(workflow: dict[str, Any]) -> str:
 
 def phase(workflow: dict[str, Any]) -> str:
     found = workflow.get("status", {}).get("phase") or "Pending"
-    return (
-        "Failed" if found == "Succeeded" and STOPPED_LABEL in workflow.get("metadata", {}).get("labels", {}) else found
-    )
+    never_began = STOPPED_LABEL in workflow.get("metadata", {}).get("labels", {})
+    return "Failed" if found == "Succeeded" and never_began else found
 
 
 def exit_code(workflow: dict[str, Any]) -> int:
@@ -276,9 +275,9 @@ def cancel(cluster: Cluster, last: dict[str, Any], now: bool) -> list[str]:
         raise ConfigError(f"Run {run_of(last)} has ended ({phase(last)}).")
     waits = phase(last) == "Pending"
     change: dict[str, Any] = {"spec": {"shutdown": "Terminate" if now or waits else "Stop"}}
-    stopped = cluster.patch(
-        "Workflow", name, change | ({"metadata": {"labels": {STOPPED_LABEL: "yes"}}} if waits else {})
-    )
+    if waits:
+        change["metadata"] = {"labels": {STOPPED_LABEL: "yes"}}
+    stopped = cluster.patch("Workflow", name, change)
     if now or waits:
         run_pools.remove_pools(cluster, name, run_pools.SERVERS)
     return [view.name for view in views(stopped) if view.state == "running"]
@@ -335,8 +334,8 @@ def delays(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView
     """Returns why steps wait for pods: step -> (reason, whether only a person can help).
 
     A Workflow that has not begun may wait for its turn.  Otherwise looks at the pods of waiting steps, and for
-    ``prepare``, while it runs, at the run's sandbox servers.  Looks only at
-    steps in ``shown`` that have taken more than ``PATIENCE`` seconds."""
+    ``prepare``, while it runs, at the run's sandbox servers.  Looks only at steps in ``shown`` that have taken more
+    than ``PATIENCE`` seconds."""
     name, found = workflow["metadata"]["name"], {}
     if turn := _turn(workflow):
         return {"prepare": (turn, False)}

@@ -1,6 +1,6 @@
 """Chooses the solution from which an attempt of a search starts.
 
-The attempts of a search belong to islands. An attempt usually starts from a solution of its own island, so that the
+The attempts of a search belong to islands. An attempt usually starts from a solution of the same island, so that the
 search follows several ideas. More likely are fast solutions, solutions that differ from all faster ones, and solutions
 from which few attempts have started. Where there is no correct solution, an attempt starts from nothing."""
 

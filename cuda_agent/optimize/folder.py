@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,14 @@ def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
         return replayed(read_events(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OptimizeError(f"{path}: not a transcript to go on with ({type(error).__name__}: {error})") from None
+
+
+def write_solution(folder: Path, files: Mapping[str, str]) -> None:
+    """Writes the ``files`` of a solution (text by path) to ``folder``."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 @contextlib.contextmanager

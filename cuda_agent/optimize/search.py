@@ -34,7 +34,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.optimize.archive import choose, islands
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
-from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far
+from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far, write_solution
 from cuda_agent.policy.chat import Form
 from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
 from cuda_agent.sandbox.client import open_sandbox
@@ -288,10 +288,7 @@ def write_result(
         verdict = best.strict or best.quick
         fresh = folder / "solution.new"
         shutil.rmtree(fresh, ignore_errors=True)
-        for name, text in best.solution.files.items():
-            path = fresh / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        write_solution(fresh, best.solution.files)
         shutil.rmtree(folder / "solution", ignore_errors=True)
         fresh.rename(folder / "solution")
         write_whole(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))

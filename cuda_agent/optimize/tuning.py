@@ -177,10 +177,8 @@ async def tune(task: Task, solution: Solution, sandbox: Sandbox, most: int, say:
         say(f"{variant.said}: {_in_short(variant.quick)}")
 
     await run_many([partial(judge, variant) for variant in variants], IN_FLIGHT)
-    timed = [
-        variant for variant in variants if variant.quick and variant.quick.seconds and variant.quick.status == "ok"
-    ]
-    finalists = sorted(timed, key=_quick_seconds)[:FINALISTS]
+    timed = _by_time(variants)
+    finalists = timed[:FINALISTS]
     if variants[0] in timed and variants[0] not in finalists:
         finalists.append(variants[0])  # to say how much was gained
     for variant in finalists:
@@ -194,6 +192,11 @@ def _quick_seconds(variant: Variant) -> float:
     """Returns the time of a correct variant in quick mode, else infinity."""
     quick = variant.quick
     return quick.seconds or math.inf if quick and quick.status == "ok" else math.inf
+
+
+def _by_time(variants: Sequence[Variant]) -> list[Variant]:
+    """Returns the variants that are correct and timed in quick mode, the fastest first."""
+    return sorted((one for one in variants if _quick_seconds(one) < math.inf), key=_quick_seconds)
 
 
 def _strict_factor(variant: Variant) -> float:
@@ -216,8 +219,7 @@ def tuning_lines(tuning: Tuning, shown: int = 8) -> list[str]:
     counts = ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in outcomes.most_common())
     part = "" if len(tuning.variants) == tuning.possible else f" of {tuning.possible}, drawn at random"
     lines = [f"{len(tuning.variants)} variants{part}: {counts}"]
-    timed = sorted((one for one in tuning.variants if _quick_seconds(one) < math.inf), key=_quick_seconds)
-    for variant in timed[:shown]:
+    for variant in _by_time(tuning.variants)[:shown]:
         strict = f"; strict: {_in_short(variant.strict)}" if variant.strict else ""
         lines.append(f"  {variant.said}: {_quick_seconds(variant) * 1e6:.2f} us{strict}")
     first, best = tuning.variants[0], tuning.best

@@ -10,6 +10,7 @@ next call continues from the newest checkpoints.  If ``run.parallel_stages`` is 
 time.  A stage that measures times always runs alone."""
 
 import contextlib
+import functools
 import json
 import shutil
 import signal
@@ -154,7 +155,6 @@ class _Execution:
     def __post_init__(self) -> None:
         self.scratch = self.home / "work" / self.run_record.name
         self.done = self.outcome.manifests
-        self.earlier = newest_results(self.store)  # stage -> the run whose result a message compares with
         self.views = {stage.name: StageView(stage.name, stage.weight) for stage in self.stages}
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
@@ -231,6 +231,12 @@ class _Execution:
         beside = [*self.running.values(), stage]
         return self.config.run.parallel_stages and not any(other.timing for other in beside)
 
+    @functools.cached_property
+    def _earlier(self) -> dict[str, str]:
+        """Stage -> the run whose result a message compares with.  Many requests, which a run from the cache does not
+        need."""
+        return newest_results(self.store)
+
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
         view = self.views[stage.name]
         sha256, run = self.run_record.config, self.run_record.name
@@ -242,7 +248,7 @@ class _Execution:
                 return
         if self.stopping:  # a signal arrived meanwhile
             return
-        if view.attempt == 0 and (why := why_missed(self.store, self.earlier.get(stage.name), stage, identity)):
+        if view.attempt == 0 and (why := why_missed(self.store, self._earlier.get(stage.name), stage, identity)):
             self._note(f"not in the cache; {why}", stage.name)
         folder = self.scratch / stage.name
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from chat_server import turn_of
-from optimizing import KERNEL, MODEL, PROFILE, WRITE, Run, SharedSandbox, call, plan
+from optimizing import KERNEL, MODEL, PROFILE, WRITE, SharedSandbox, call, plan
 
 from tests import made_once
 
@@ -27,11 +27,6 @@ def shared(tmp_path_factory):
         shared = SharedSandbox(made_once.share(tmp_path_factory.mktemp("injection") / "cache"))
         yield shared
         shared.close()
-
-
-@pytest.fixture
-def run(tmp_path, shared):
-    return Run(tmp_path, shared.cache, shared=shared)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from chat_server import turn_of
-from optimizing import KERNEL, PROFILE, WRITE, Run, SharedSandbox
+from optimizing import KERNEL, PROFILE, WRITE, SharedSandbox
 from quirks import ALONE, WAYS, chunk, stream
 
 from cuda_agent.agent.progress import read_events
@@ -21,11 +21,6 @@ def shared(tmp_path_factory):
     shared = SharedSandbox(made_once.share(tmp_path_factory.mktemp("quirks") / "cache"))
     yield shared
     shared.close()
-
-
-@pytest.fixture
-def run(tmp_path, shared):
-    return Run(tmp_path, shared.cache, shared=shared)
 
 
 def playing(way, turns=TURNS, **how):

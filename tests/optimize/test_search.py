@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from chat_server import call, said, serve, turn_of
-from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, SharedSandbox, plan
+from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, SharedSandbox, plan
 
 from cuda_agent.agent.progress import NO_TARGET, Findings, Goal, Transcript, factor, read_events, replayed
 from cuda_agent.agent.tools import TOOLS
@@ -41,11 +41,6 @@ def shared(cache):
     shared = SharedSandbox(cache)
     yield shared
     shared.close()
-
-
-@pytest.fixture
-def run(tmp_path, cache, shared):
-    return Run(tmp_path, cache, shared=shared)
 
 
 def test_a_model_that_works_gets_a_folder_with_everything(run):

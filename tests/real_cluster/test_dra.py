@@ -119,6 +119,6 @@ def ended(installed: Release, driver: Path) -> None:
     assert installed.command("cancel", RUN, "--now").returncode == 0
     wait_for("no evaluator has a GPU", 180, lambda: not of_evaluators(space))
     wait_for(
-        "nobody has the shared GPU", 180, lambda: not space.get("resourceclaim", "shared")["status"].get("reservedFor")
+        "no pod has the shared GPU", 180, lambda: not space.get("resourceclaim", "shared")["status"].get("reservedFor")
     )
     wait_for("it was given back", 180, lambda: f"unprepared {space.namespace}/shared" in driver.read_text())
