@@ -310,10 +310,12 @@ def render(
 
 
 def _say_room(place: Cluster, profile: str, template: str) -> None:
-    """Prints what a run of the profile requests of the cluster, and how many such runs fit."""
+    """Prints what a run of the profile requests of the cluster, and how many such runs fit; nothing if the cluster does
+    not tell, because the runs are submitted already."""
     from cuda_agent.cluster import room
 
-    print(f"profile {profile}: {room.sentence(room.of_profile(place, template))}", flush=True)
+    with contextlib.suppress(ClusterError):
+        print(f"profile {profile}: {room.sentence(room.of_profile(place, template))}", flush=True)
 
 
 def _submitted(place: Cluster, what: "Submission", watching: bool, as_json: bool) -> None:

@@ -200,6 +200,15 @@ def test_a_run_that_waits_for_its_turn_says_for_which_and_is_stopped_at_once(api
     assert cluster.resume(place, last).workflow["metadata"]["name"] == "waits-r2"
 
 
+def test_a_submitted_run_is_named_though_the_cluster_does_not_tell_its_room(api, place, capsys):
+    chart(api)
+    template = templates.template_name("cuda-agent", "cpu")
+    api.refuse = lambda method, path: 503 if path.endswith(f"/workflowtemplates/{template}") else 0
+    commands.submit(["experiment=smoke", "run.name=first"])
+    assert capsys.readouterr().out.splitlines()[0] == "run first is Workflow first in namespace kernels of fake"
+    assert ("workflows", "first") in api.objects
+
+
 def test_a_sweep_is_cancelled_and_resumed_whole(api, place, capsys):
     chart(api)
     run(api, "grid-1", "Succeeded", sweep="grid")
