@@ -37,6 +37,7 @@ from cuda_agent.sandbox.worker.values.input_kinds import vary
 
 _CALLS, _FEW = 12, 3  # timed calls of a design, and of one that is clearly slower than the best so far
 _SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow design gets no more calls
+_ROUNDING = 1e-2  # least scale of an output, as a share of its scale for normal inputs
 
 
 class _Memory(Slots):
@@ -71,12 +72,21 @@ class _Bench:
         return statistics.median(times)
 
 
-def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float, cap: float = 1.0) -> int:
+def values_off(
+    want: torch.Tensor, have: torch.Tensor, tolerance: float, cap: float = 1.0, usual: torch.Tensor | None = None
+) -> int:
     """Returns how many values of the output ``have`` are wrong by the judge's rule (``judge.memory.check.mismatch``). A
     value may differ from the expected value in ``want`` by ``tolerance * (scale + magnitude)``. ``magnitude`` is the
-    absolute expected value. ``scale`` is the root mean square of ``want``, at most ``cap``."""
-    scale = want.double().square().mean().sqrt().clamp(max=cap).to(want.dtype)
-    return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
+    absolute expected value. ``scale`` is the root mean square of ``want``, at most ``cap``, and at least a hundredth
+    of that of ``usual``, the model's output for normal inputs (as ``judge.strict`` excuses rounding)."""
+    scale = _scale(want).clamp(max=cap)
+    if usual is not None:
+        scale = scale.maximum(_ROUNDING * _scale(usual))
+    return int((~((want - have).abs() <= tolerance * (scale.to(want.dtype) + want.abs()))).sum())
+
+
+def _scale(output: torch.Tensor) -> torch.Tensor:
+    return output.double().square().mean().sqrt()
 
 
 _Case = tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor]]  # kind, inputs, outputs of the model
@@ -103,8 +113,8 @@ def _fault(
         for output in outputs:
             output.fill_(math.nan)
         run(slot)
-        cap = 1.0 if kind == "normal" else math.inf
-        if off := sum(values_off(want, have, tolerance, cap) for want, have in zip(wanted, outputs, strict=True)):
+        cap, three = 1.0 if kind == "normal" else math.inf, zip(wanted, outputs, known[0][2], strict=True)
+        if off := sum(values_off(want, have, tolerance, cap, usual) for want, have, usual in three):
             return {"wrong": f"{off} values are wrong"} | ({} if kind == "normal" else {"kind": kind})
     return None
 
