@@ -202,9 +202,7 @@ def _only_rounding(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[A
     return all(_negligible(prepared, entry, outputs, index, tolerance) for index in left)
 
 
-def _negligible(
-    prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], index: int, tolerance: float
-) -> bool:
+def _negligible(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], index: int, tolerance: float) -> bool:
     """Returns whether output ``index`` is finite, and its largest error is at most ``_ROUNDING`` times the tolerance of
     an output of usual size. The usual size is the root mean square of the model's output for normal inputs."""
     usual, memory, tensor = prepared.varied("normal"), prepared.memory, prepared.spec.outputs[index]
