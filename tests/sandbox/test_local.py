@@ -243,6 +243,18 @@ def test_a_judge_that_is_killed_while_it_starts_is_lost(tmp_path: Path, monkeypa
         asyncio.run(handle.begin())
 
 
+def test_a_judge_that_cannot_open_the_gpu_is_lost_for_a_while(tmp_path: Path) -> None:
+    """The sandbox has opened the GPU before, so this is a fault of the driver, and the settings are right."""
+    cuda = settings_in(tmp_path, device="cuda", clock="real", kernels=str(tmp_path / "none.cubin"))
+    handle = JudgeHandle(cuda, tmp_path)
+    try:
+        with pytest.raises(JudgeLost, match="quarantined"):
+            asyncio.run(handle.begin())
+        assert handle.quarantined
+    finally:
+        handle.close()
+
+
 @pytest.fixture
 def on_gpu(make: Callable[[Any], LocalSandbox], tmp_path: Path) -> LocalSandbox:
     """A sandbox of a GPU with one prober, whose judge is busy."""

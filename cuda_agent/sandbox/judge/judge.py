@@ -348,8 +348,11 @@ def main() -> None:
         if judge.settings.device == "cuda":
             with judge._workers.lease.working():
                 judge.memory.open_judge(Path(judge.settings.kernels))
-    except (jail.JailError, driver.NoDevice) as error:
+    except jail.JailError as error:
         refuse("jail", str(error))
+        return
+    except driver.NoDevice as error:  # the device worked when the sandbox opened it, before its judges
+        refuse("device", str(error))
         return
     device = f"the device {judge.settings.device} {judge.settings.identity}".strip()
     if not judge.healthy():
