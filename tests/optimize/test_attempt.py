@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cuda_agent.agent.progress import ENDS, NO_TARGET, Find, Findings, Goal, SearchBudget, State, replayed
-from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms, up_to_turn
+from cuda_agent.optimize.attempt import Attempt, up_to_turn
+from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
 from cuda_agent.policy.chat_stream import Reply
 from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
