@@ -17,8 +17,9 @@ from cuda_agent.agent.environment import Sandbox
 from cuda_agent.agent.loop import MALFORMED, Calls, play, within
 from cuda_agent.agent.progress import NO_TARGET, Find, Findings, SearchBudget, State, Tell, factor
 from cuda_agent.agent.prompt import agent_messages
-from cuda_agent.agent.tools import TOOLS, describe, standing
+from cuda_agent.agent.tools import TOOLS, describe
 from cuda_agent.optimize.lessons import ASKED, Lesson, stated
+from cuda_agent.optimize.profile_text import profile_lines
 from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
 from cuda_agent.policy.chat_stream import CHARACTERS, Reply
 from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
@@ -136,7 +137,7 @@ class Attempt:
             first = up_to_turn(conversation, parent.turn)
         else:
             first = self._first_messages(verdict)
-            lines = [describe(verdict, "profile", "full"), standing(verdict), *verdict.advice]
+            lines = [describe(verdict, "profile", "full"), *profile_lines(verdict), *verdict.advice]
             first[-1]["content"] += "\n\n" + _PARENT.format(verdict="\n".join(filter(None, lines)))
         for message in first:
             self._say(message)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from cuda_agent.agent.environment import LOOP, KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.progress import Findings, Goal, Tell, difference, factor
-from cuda_agent.agent.tools import Style, describe, failed, limiter, merit, solution_of, standing
+from cuda_agent.agent.tools import Style, describe, failed, limiter, merit, solution_of
 from cuda_agent.optimize.lessons import Lesson, choose, quoted
+from cuda_agent.optimize.profile_text import profile_lines
 from cuda_agent.sandbox.wire import CommandResult, Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
@@ -92,7 +93,7 @@ class SearchEnvironment(KernelEnvironment):
         if verdict.status == "infra":
             return CommandResult("the sandbox failed, which is not the solution's fault: try again", error=True)
         if terms.style == "full" and name == "profile" and verdict.status == "ok":
-            more = [text, standing(verdict), *verdict.advice, self.fitting_lessons(verdict)]
+            more = [text, *profile_lines(verdict), *verdict.advice, self.fitting_lessons(verdict)]
             text = "\n".join(filter(None, more))
         if terms.goal.reached(verdict) and not self.findings.reached:
             strict = await self.judge(solution, "strict", name)
