@@ -152,9 +152,9 @@ def refusal(text: str, solutions: Iterable[str]) -> str:
     return ""
 
 
-def add(path: Path, lesson: Lesson) -> None:
+def add(path: Path, lesson: Lesson) -> bool:
     """Adds ``lesson`` at the end of the file ``path``, unless the file holds its text. Searches that run side by side
-    wait for each other. Raises OSError."""
+    wait for each other. Returns whether it was added. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         with contextlib.suppress(OSError):  # some shared file systems lock no files; a line is still written at once
@@ -162,9 +162,10 @@ def add(path: Path, lesson: Lesson) -> None:
         file.seek(0)
         content = file.read(_FILE_BYTES).decode(errors="replace")
         if f"] {lesson.text}\n" in content:
-            return
+            return False
         before = _HEADING if not content else "" if content.endswith("\n") else "\n"
         file.write(f"{before}{lesson}\n".encode())
+    return True
 
 
 def _tokens(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from cuda_agent.pages.optimize import shares_of_peak
 from cuda_agent.sandbox.wire import KernelUse, Verdict
 
 _NEAR = 0.6  # share of a peak from which it is called the limiter
+_SLOWER = 0.8  # part of the solution's time in which a baseline must be done to rule out the device as the limiter
 _LAUNCH_SECONDS = 4e-6  # a kernel with less time than this mostly starts
 _LOW = 0.3  # occupancy that is called low
 _KERNELS = 6  # most kernels that are shown
@@ -39,24 +40,32 @@ def _limiter(verdict: Verdict) -> list[str]:
     if not name or not verdict.seconds:
         return []
     share = least / verdict.seconds
-    if share > 1:
+    baselines = {"eager": verdict.eager_seconds, "torch.compile": verdict.compile_seconds}
+    faster = {label: seconds for label, seconds in baselines.items() if seconds and seconds < _SLOWER * verdict.seconds}
+    if faster:  # also if the peak of a CPU was measured too low
+        label = min(faster, key=lambda label: faster[label])
+        first = f"not the device's peak rates, as {label} takes {faster[label] * 1e6:.1f} us"
+    elif share > 1:
         return ["limiter: not known: less is done than is counted, or caches held a part"]
-    if share >= _NEAR:
-        return [f"limiter: {name}, at {share:.0%} of the device's peak"]
+    elif share >= _NEAR:
+        return [f"limiter: {name}, at {share:.0%} of the peak rate"]
+    else:
+        first = f"neither memory nor arithmetic ({name} is at {share:.0%} of the peak rate)"
+    return [f"limiter: {first}; probably {_reason(verdict)}"]
+
+
+def _reason(verdict: Verdict) -> str:
+    """Returns the probable reason why a solution reaches no peak rate."""
+    if verdict.device == "cpu":
+        return "latency of the processor: cache misses, branches, unvectorized code, or threads that wait"
+    assert verdict.seconds
     launches, kernels = sum(ran.calls for ran in verdict.ran), verdict.kernels
-    first = f"neither memory nor arithmetic ({name} is at {share:.0%} of the peak)"
-    why = "latency of the processor: cache misses, branches, unvectorized code, or threads that wait"
-    if verdict.device == "cuda":
-        why = "latency: too few loads in flight, narrow or scattered accesses, or threads that wait"
-        low = min(kernels, key=lambda use: use.occupancy, default=None)
-        small = min(kernels, key=lambda use: use.waves, default=None)
-        spilled = max(kernels, key=lambda use: use.local_bytes, default=None)
-        if launches and verdict.seconds / launches < _LAUNCH_SECONDS:
-            why = f"launches: {launches} in {verdict.seconds * 1e6:.1f} us, and each takes some microseconds to start"
-        elif spilled and spilled.local_bytes:
-            why = f"local memory: {spilled.name} keeps {spilled.local_bytes} bytes a thread outside of registers"
-        elif small and small.waves < 1:
-            why = f"parallelism: the {small.grid} blocks of {small.name} fill {small.waves:.0%} of the device"
-        elif low and low.occupancy < _LOW:
-            why = f"occupancy: {low.name} reaches {low.occupancy:.0%}, limited by {low.limit}"
-    return [f"limiter: {first}; probably {why}"]
+    if launches and verdict.seconds / launches < _LAUNCH_SECONDS:
+        return f"launches: {launches} in {verdict.seconds * 1e6:.1f} us, and each takes some microseconds to start"
+    if kernels and (spilled := max(kernels, key=lambda use: use.local_bytes)).local_bytes:
+        return f"local memory: {spilled.name} keeps {spilled.local_bytes} bytes a thread outside of registers"
+    if kernels and (small := min(kernels, key=lambda use: use.waves)).waves < 1:
+        return f"parallelism: the {small.grid} blocks of {small.name} fill {small.waves:.0%} of the device"
+    if kernels and (low := min(kernels, key=lambda use: use.occupancy)).occupancy < _LOW:
+        return f"occupancy: {low.name} reaches {low.occupancy:.0%}, limited by {low.limit}"
+    return "latency: too few loads in flight, narrow or scattered accesses, or threads that wait"

@@ -308,7 +308,8 @@ async def _learn(
         solutions = [text for find in findings.by_digest.values() for text in find.solution.files.values()]
         if not (why := lessons.refusal(text, solutions)):
             ops, limit = lessons.short_names(task.ops), limiter(best.strict or best.quick)[0]
-            lessons.add(path, lessons.Lesson(ops, limit, device, gained, text))
+            if not lessons.add(path, lessons.Lesson(ops, limit, device, gained, text)):
+                why = f"{path} holds it already"
     except (ServedModelError, OSError, TimeoutError) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
     said = f"no lesson is kept: {why}" if why else f"a lesson for later searches, kept in {path}: {text}"

@@ -46,9 +46,8 @@ def lesson(*ops, limiter="", factor=2.0, text=TEXT):
 
 def test_a_lesson_is_read_as_it_was_added_and_the_file_explains_itself(tmp_path):
     path = tmp_path / "new" / "lessons.md"
-    add(path, LESSON)
-    add(path, lesson("relu", text="Another one."))
-    add(path, LESSON)
+    added = [add(path, one) for one in (LESSON, lesson("relu", text="Another one."), LESSON)]
+    assert added == [True, True, False]
     assert read(path) == ([LESSON, lesson("relu", text="Another one.")], []), "the same text is kept once"
     assert path.read_text().startswith("# Lessons")
 

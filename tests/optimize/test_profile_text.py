@@ -30,14 +30,18 @@ def test_rates_kernels_and_the_limiter_are_told_with_their_figures():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"bytes": 4_000_000_000}, "limiter: memory, at 83% of the device's peak"),
-        ({"bytes": 1000, "flops": 50_000_000_000}, "limiter: arithmetic, at 83% of the device's peak"),
+        ({"bytes": 4_000_000_000}, "limiter: memory, at 83% of the peak rate"),
+        ({"bytes": 1000, "flops": 50_000_000_000}, "limiter: arithmetic, at 83% of the peak rate"),
         ({"seconds": 1e-4}, "limiter: not known: less is done than is counted"),
-        ({}, "neither memory nor arithmetic (memory is at 50% of the peak); probably latency: too few loads"),
+        ({}, "neither memory nor arithmetic (memory is at 50% of the peak rate); probably latency: too few loads"),
         ({"seconds": 3e-6, "bytes": 10_000, "flops": None}, "launches: 1 in 3.0 us"),
         ({"kernels": [replace(USE, local_bytes=256)]}, "local memory: fused<4> keeps 256 bytes a thread"),
         ({"kernels": [USE, replace(USE, grid=50, waves=0.06)]}, "parallelism: the 50 blocks of fused<4> fill 6%"),
         ({"kernels": [replace(USE, occupancy=0.125, limit="shared memory")]}, "occupancy: fused<4> reaches 12%"),
+        (
+            {"bytes": 4_000_000_000, "eager_seconds": 2e-3, "compile_seconds": 0.5e-3},
+            "not the device's peak rates, as torch.compile takes 500.0 us; probably latency",
+        ),
         ({"device": "cpu", "kernels": []}, "probably latency of the processor"),
     ],
 )
