@@ -15,8 +15,9 @@ _KERNELS = 6  # most kernels that are shown
 
 
 def profile_lines(verdict: Verdict) -> list[str]:
-    """Returns lines about the rates against the device's peaks, about the resources of each kernel (on a GPU, in the
-    plan format), and about the limiter. The list is empty if the solution is not correct, or if times are simulated."""
+    """Returns lines about the rates against the device's peaks, about the resources of each kernel (on a GPU, of a
+    plan or an extension), and about the limiter. The list is empty if the solution is not correct, or if times are
+    simulated."""
     rates = shares_of_peak(verdict)
     if not rates:
         return []
@@ -27,11 +28,11 @@ def profile_lines(verdict: Verdict) -> list[str]:
 def _kernel(use: KernelUse) -> str:
     local = f"{use.local_bytes} bytes of local memory a thread (spills or arrays)" if use.local_bytes else "no spills"
     shared = f"{amount(use.shared_bytes, 'B')} of shared memory a block" if use.shared_bytes else "no shared memory"
-    fill = "do not fit on the device" if not use.occupancy else f"fill it {use.waves:.2g} times"
+    blocks = f"{use.grid} blocks fill it {use.waves:.2g} times" if use.occupancy else f"{use.grid} blocks do not fit"
     return (
-        f"{use.name}: {use.registers} registers a thread, {local}, {shared}; occupancy {use.occupancy:.0%} with "
-        f"{use.block} threads a block, limited by {use.limit}; {use.grid} blocks {fill}"
-    )
+        f"{use.name}: {use.registers} registers a thread, {local}, {shared}; occupancy {use.occupancy:.0%} "
+        f"{'with' if use.grid else 'if launched with'} {use.block} threads a block, limited by {use.limit}"
+    ) + (f"; {blocks}" if use.grid else "")
 
 
 def _limiter(verdict: Verdict) -> list[str]:
@@ -60,12 +61,13 @@ def _reason(verdict: Verdict) -> str:
         return "latency of the processor: cache misses, branches, unvectorized code, or threads that wait"
     assert verdict.seconds
     launches, kernels = sum(ran.calls for ran in verdict.ran), verdict.kernels
+    launched = [use for use in kernels if use.grid]
     if launches and verdict.seconds / launches < _LAUNCH_SECONDS:
         return f"launches: {launches} in {verdict.seconds * 1e6:.1f} us, and each takes some microseconds to start"
     if kernels and (spilled := max(kernels, key=lambda use: use.local_bytes)).local_bytes:
         return f"local memory: {spilled.name} keeps {spilled.local_bytes} bytes a thread outside of registers"
-    if kernels and (small := min(kernels, key=lambda use: use.waves)).waves < 1:
+    if launched and (small := min(launched, key=lambda use: use.waves)).waves < 1:
         return f"parallelism: the {small.grid} blocks of {small.name} fill {small.waves:.0%} of the device"
-    if kernels and (low := min(kernels, key=lambda use: use.occupancy)).occupancy < _LOW:
+    if launched and (low := min(launched, key=lambda use: use.occupancy)).occupancy < _LOW:
         return f"occupancy: {low.name} reaches {low.occupancy:.0%}, limited by {low.limit}"
     return "latency: too few loads in flight, narrow or scattered accesses, or threads that wait"

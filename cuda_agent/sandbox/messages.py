@@ -120,6 +120,7 @@ class JudgeSettings:
     prober: bool = False  # runs only tasks, without solutions, and holds little memory
 
 
+KERNELS_LOG = "kernels.log"  # beside an extension's library: the assembler's report on its kernels
 MOST_BESIDE = 512 << 20  # bytes of a call: larger tasks do not run on a GPU beside others
 
 

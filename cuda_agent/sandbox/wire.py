@@ -94,7 +94,10 @@ class Ran:
 
 @dataclass(frozen=True)
 class KernelUse:
-    """The resources of one of a plan's kernels on a GPU, as the compiler assigned them, and what follows from them."""
+    """The resources of one of a solution's kernels on a GPU, as the compiler assigned them, and what follows from them.
+
+    Of a plan's kernel the launch is known. An extension's host code launches its kernels: ``grid`` and ``waves`` are 0,
+    and the occupancy is that of a block of ``block`` threads without dynamic shared memory."""
 
     name: str
     grid: int  #: blocks
@@ -142,7 +145,7 @@ class Verdict:
     advice: list[str] = field(default_factory=list)  #: hints from static rules and ``ran``; no refusal
     advisory: bool = False  #: whether the solution's Python ran unchecked, its operators unknown
     untimed: str = ""  #: why no time was taken, if none was
-    kernels: list[KernelUse] = field(default_factory=list)  #: of a plan on a GPU; empty: not known
+    kernels: list[KernelUse] = field(default_factory=list)  #: of a plan or an extension on a GPU; empty: not known
 
     @property
     def reward(self) -> int | None:

@@ -59,6 +59,14 @@ def test_without_a_known_peak_no_limiter_is_told():
     assert lines and not any(line.startswith("limiter") for line in lines)
 
 
+def test_of_a_kernel_that_host_code_launches_the_launch_is_not_told():
+    lines = profile_lines(replace(VERDICT, kernels=[replace(USE, grid=0, waves=0.0, occupancy=0.25)]))
+    assert any(
+        line.endswith("occupancy 25% if launched with 256 threads a block, limited by registers") for line in lines
+    )
+    assert "probably latency" in lines[-1]
+
+
 def test_a_solution_of_many_kernels_is_told_in_few_lines():
     kernels = [replace(USE, name=f"k{number}") for number in range(9)]
     lines = profile_lines(replace(VERDICT, kernels=kernels))

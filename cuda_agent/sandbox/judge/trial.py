@@ -138,8 +138,8 @@ class Trial:
         files = {name: worker.hand_over(Path(load[name]), name) for name in _FILES if load.get(name)}
         seeds = {"seed": self._prepared.weights_seed, "redrawn": self._prepared.oracle.redrawn}
         told = worker.call(WorkerOperation.LOAD_SOLUTION, load | files | seeds)
-        if self._traits.host_is_ours and self._settings.device == "cuda":  # else the solution may have forged it
-            self._verdict.kernels = occupancy.of_plan(load["nodes"], told, occupancy.of_gpu())
+        if self._settings.device == "cuda":
+            self._verdict.kernels = occupancy.of_solution(load, told)
 
     def check(self) -> None:
         begin = time.perf_counter()

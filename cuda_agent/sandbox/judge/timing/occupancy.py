@@ -5,15 +5,21 @@ warps in units of 256, and shared memory to blocks in units of 128 bytes (256 be
 L1 cache is taken to be the largest. Clusters are not covered."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.messages import KERNELS_LOG
 from cuda_agent.sandbox.wire import KernelUse, printable
 
 _WARP = 32
 _REGISTER_UNIT, _WARP_UNIT = 256, 4
+_ASSUMED = 256  # threads of a block of a kernel whose launch is not known
+_LOG_BYTES = 1 << 18
+_ENTRY = "Compiling entry function '"
 _MOST, _LONGEST = 16, 120  # kernels of a solution, and characters of a name
 _PROCESSORS, _THREADS, _SHARED, _REGISTERS, _BLOCKS, _RESERVED = 16, 39, 81, 82, 106, 111  # device attributes
 
@@ -59,6 +65,22 @@ def blocks_at_once(threads: int, registers: int, shared_bytes: int, limits: Mult
     return most[limit], limit
 
 
+def of_solution(load: dict[str, Any], told: object) -> list[KernelUse]:
+    """Returns the resources of a solution's kernels on the GPU that this process has opened. ``load`` is its request to
+    be loaded, and ``told`` the worker's answer, which counts for a plan only: the host code of other formats is not the
+    sandbox's, and could forge it."""
+    if "nodes" in load:
+        return of_plan(load["nodes"], told, of_gpu())
+    library = load.get("library")
+    if not library:
+        return []
+    try:
+        with open(Path(library).parent / KERNELS_LOG, "rb") as file:
+            return of_log(file.read(_LOG_BYTES).decode(errors="replace"), of_gpu())
+    except OSError:  # built by an earlier version
+        return []
+
+
 def of_plan(nodes: Sequence[dict[str, Any]], told: object, limits: Multiprocessor) -> list[KernelUse]:
     """Returns the resources of the kernels of a plan, each launch of the same form once. ``nodes`` are those of the
     plan. ``told`` is the worker's report: for each node the registers of a thread, and the bytes of local and of
@@ -71,6 +93,32 @@ def of_plan(nodes: Sequence[dict[str, Any]], told: object, limits: Multiprocesso
             case [int(registers), int(local), int(static)] if min(registers, local, static) >= 0 and "symbol" in node:
                 found[_use(node, registers, local, static, limits)] = None
     return [*found][:_MOST]
+
+
+def of_log(log: str, limits: Multiprocessor) -> list[KernelUse]:
+    """Returns the resources of the kernels in ``log``, what nvcc's assembler prints with ``-v``."""
+    found: dict[KernelUse, None] = {}
+    for part in log.split(_ENTRY)[1:]:
+        symbol, _, text = part.partition("'")
+        if registers := _number(text, "registers"):
+            node = {"symbol": _plain(symbol), "grid": [0], "block": [_ASSUMED], "shared": 0}
+            local, shared = _number(text, "bytes stack frame"), _number(text, "bytes smem")
+            found[_use(node, registers, local, shared, limits)] = None
+    return [*found][:_MOST]
+
+
+def _number(text: str, unit: str) -> int:
+    match = re.search(rf"(\d{{1,9}}) {unit}\b", text)
+    return int(match[1]) if match else 0
+
+
+def _plain(symbol: str) -> str:
+    """Returns the function's name in a mangled ``symbol``: ``fused`` for ``_ZN1a5fusedILi4EEvPf``."""
+    rest, name = re.sub(r"^_ZN?", "", symbol), symbol
+    while symbol.startswith("_Z") and (match := re.match(r"\d{1,4}", rest)):
+        size = int(match[0])
+        name, rest = rest[match.end() :][:size], rest[match.end() + size :]
+    return name
 
 
 def _use(node: dict[str, Any], registers: int, local: int, static: int, limits: Multiprocessor) -> KernelUse:

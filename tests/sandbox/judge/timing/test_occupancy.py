@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_agent.sandbox.judge.timing.occupancy import Multiprocessor, blocks_at_once, of_plan
+from cuda_agent.sandbox.judge.timing.occupancy import Multiprocessor, blocks_at_once, of_log, of_plan
 
 H100 = Multiprocessor(count=132)
 A100 = Multiprocessor(shared_bytes=167936, count=108)
@@ -67,3 +67,35 @@ def test_the_kernels_of_a_plan_have_resources_and_equal_launches_are_told_once()
 )
 def test_a_report_that_is_not_valid_gives_nothing(told):
     assert of_plan([NODE], told, H100) == []
+
+
+LOG = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN1a5otherEPf' for 'sm_90a'
+ptxas info    : Function properties for _ZN1a5otherEPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers
+ptxas info    : Compile time = 94.754 ms
+ptxas info    : Compiling entry function '_Z5fusedILi4EEvPKfPfl' for 'sm_90a'
+ptxas info    : Function properties for _Z5fusedILi4EEvPKfPfl
+    256 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 80 registers, used 1 barriers, 256 bytes cumulative stack size, 4096 bytes smem
+ptxas info    : Compiling entry function 'plain' for 'sm_90a'
+ptxas info    : Function properties for plain
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers
+"""
+
+
+def test_the_assemblers_report_tells_the_kernels_of_an_extension():
+    other, fused, plain = of_log(LOG, H100)
+    assert (other.name, fused.name, plain.name) == ("other", "fused", "plain")
+    assert (other.registers, other.local_bytes, other.shared_bytes, other.occupancy) == (8, 0, 0, 1.0)
+    assert (fused.registers, fused.local_bytes, fused.shared_bytes, fused.limit) == (80, 256, 4096, "registers")
+    assert fused.occupancy == 0.375 and (fused.grid, fused.block, fused.waves) == (0, 256, 0)
+
+
+@pytest.mark.parametrize(
+    "log", ["", "nothing", LOG.replace("registers", "x"), "ptxas info : Compiling entry function '' for 'sm_90a'\n"]
+)
+def test_a_report_without_kernels_gives_nothing(log):
+    assert of_log(log, H100) == []

@@ -8,6 +8,8 @@ from cuda_agent.agent.tools import describe
 from cuda_agent.optimize.profile_text import profile_lines
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.judge.timing import occupancy
+from cuda_agent.sandbox.wire import Solution
+from tests.sandbox import published
 from tests.sandbox.conftest import Running, task
 from tests.sandbox.test_cuda import KERNEL, LARGE, PLAN, plan
 
@@ -52,6 +54,14 @@ def test_local_and_shared_memory_are_told(gpu: Running) -> None:
     (use,) = verdict.kernels
     print(use, *profile_lines(verdict), sep="\n")
     assert use.local_bytes >= 256 and use.shared_bytes == 4096 + 40000 and use.limit == "shared memory"
+
+
+def test_the_kernels_of_an_extension_are_told(gpu: Running) -> None:
+    verdict = gpu.evaluate(task(published.TASK), Solution("extension", published.FILES))
+    assert verdict.status == "ok", verdict
+    print(*verdict.kernels, *profile_lines(verdict), sep="\n")
+    (use,) = verdict.kernels
+    assert use.name == "norm_gelu_kernel" and use.registers >= 8 and use.grid == 0
 
 
 def test_the_occupancy_is_the_drivers(gpu: Running) -> None:
