@@ -111,7 +111,8 @@ class Attempt:
         self._said = ("", 0)  # the last turn, and its repetitions in a row
         self._started = False  # whether ``start_from`` has begun the conversation
         facts = self.task, self.sandbox, terms, self.findings, self.number, self.tell
-        self.environment = SearchEnvironment(*facts, self.lessons or ())
+        before = "\n".join(str(message.get("content")) for message in self.state.messages)
+        self.environment = SearchEnvironment(*facts, [one for one in self.lessons or () if one.text not in before])
         self.environment.files = dict(self.state.files)
 
     @property

@@ -89,7 +89,7 @@ def read(path: Path) -> tuple[list[Lesson], list[str]]:
     if len(content) > _FILE_BYTES:
         raise UserError(f"--lessons {path}: larger than {_FILE_BYTES >> 20} MiB: remove lines")
     lessons, broken = [], []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.startswith("-"):
             continue
         match = _LINE.fullmatch(printable(line).rstrip())

@@ -222,6 +222,13 @@ def test_the_summary_of_the_last_turn_holds_the_lesson_and_no_more_is_asked(run,
     assert [one.text for one in read(path)[0]] == [TEXT]
 
 
+def test_a_key_that_the_server_repeats_is_in_no_lesson(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "canary-of-the-key")
+    path = tmp_path / "lessons.md"
+    run(learning("Lesson: Read once, says canary-of-the-key."), lessons=str(path))
+    assert "Read once, says" in path.read_text() and "canary" not in path.read_text()
+
+
 def test_a_file_that_cannot_be_read_ends_the_search_before_a_folder_is_made(run, tmp_path):
     with pytest.raises(UserError, match="not a file"):
         run(said([DONE]), lessons=str(tmp_path))
