@@ -90,16 +90,19 @@ def read(path: Path) -> tuple[list[Lesson], list[str]]:
         raise UserError(f"--lessons {path}: larger than {_FILE_BYTES >> 20} MiB: remove lines")
     lessons, broken = [], []
     for number, line in enumerate(content.split("\n"), 1):
-        if not line.startswith("-"):
-            continue
-        match = _LINE.fullmatch(printable(line).rstrip())
-        if match is None or len(match[5]) > _LONGEST:
+        if lesson := _parsed(line):
+            lessons.append(lesson)
+        elif line.startswith("-"):
             form = f"- [operators | memory | cuda | 1.50x] text of at most {_LONGEST} characters"
             broken.append(f"{path}, line {number}: not a lesson, and left as it is; the form is: {form}")
-            continue
-        ops = short_names(match[1].split(","))
-        lessons.append(Lesson(ops, match[2].strip(), match[3].strip(), float(match[4]), match[5]))
     return lessons, broken
+
+
+def _parsed(line: str) -> Lesson | None:
+    match = _LINE.fullmatch(printable(line).rstrip())
+    if match is None or len(match[5]) > _LONGEST:
+        return None
+    return Lesson(short_names(match[1].split(",")), match[2].strip(), match[3].strip(), float(match[4]), match[5])
 
 
 def choose(
@@ -153,15 +156,16 @@ def refusal(text: str, solutions: Iterable[str]) -> str:
 
 
 def add(path: Path, lesson: Lesson) -> bool:
-    """Adds ``lesson`` at the end of the file ``path``, unless the file holds its text. Searches that run side by side
-    wait for each other. Returns whether it was added. Raises OSError."""
+    """Adds ``lesson`` at the end of the file ``path``, unless the file holds its text for its device. Searches that run
+    side by side wait for each other. Returns whether it was added. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         with contextlib.suppress(OSError):  # some shared file systems lock no files; a line is still written at once
             fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         content = file.read(_FILE_BYTES).decode(errors="replace")
-        if f"] {lesson.text}\n" in content:
+        held = filter(None, map(_parsed, content.split("\n")))
+        if any((one.text, one.device) == (lesson.text, lesson.device) for one in held):
             return False
         before = _HEADING if not content else "" if content.endswith("\n") else "\n"
         file.write(f"{before}{lesson}\n".encode())

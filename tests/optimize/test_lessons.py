@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,9 @@ def lesson(*ops, limiter="", factor=2.0, text=TEXT):
 
 def test_a_lesson_is_read_as_it_was_added_and_the_file_explains_itself(tmp_path):
     path = tmp_path / "new" / "lessons.md"
-    added = [add(path, one) for one in (LESSON, lesson("relu", text="Another one."), LESSON)]
-    assert added == [True, True, False]
-    assert read(path) == ([LESSON, lesson("relu", text="Another one.")], []), "the same text is kept once"
+    other, on_cpu = lesson("relu", text="Another one."), replace(LESSON, device="cpu")
+    assert [add(path, one) for one in (LESSON, other, LESSON, on_cpu)] == [True, True, False, True]
+    assert read(path) == ([LESSON, other, on_cpu], []), "the same text is kept once for each device"
     assert path.read_text().startswith("# Lessons")
 
 
