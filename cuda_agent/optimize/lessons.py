@@ -33,7 +33,7 @@ same limit, to the model: at most {MOST}. Lines can be changed and removed. The 
 
 """
 _LINE = re.compile(r"- \[([^\]|]*)\|([^\]|]*)\|([^\]|]*)\|\s*(\d{1,6}(?:\.\d{1,6})?)\s*[x×]\s*\]\s*(\S.*)")
-_STATED = re.compile(r"^[\s>*_#-]*lesson[*_]*:[*_ \t]*(\S.*(?:\n[ \t]*\S.*)*)", re.I | re.M)
+_STATED = re.compile(r"^[ \t>*_#-]*lesson[*_]*:[*_ \t]*(\S.*(?:\n[ \t]*\S.*)*)", re.I | re.M)
 _CODE = re.compile(r"```|[{}\\]|[;=]\s*$|\w\(.*;|://|#\s*include|<[!/a-z]|__\w+__|\]\s*=", re.I)
 _NO_WORK = frozenset(("view", "reshape", "contiguous", "transpose", "permute", "flatten", "squeeze", "unsqueeze"))
 

@@ -1,6 +1,7 @@
 """The file of lessons: what is kept, what is refused, which are told, and two searches of which one learns."""
 
 import json
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_lessons_with_the_same_operators_or_the_same_limit_are_told_and_at_most_
 )
 def test_a_lesson_is_what_stands_after_its_word_in_one_line_of_two_sentences(text, lesson):
     assert stated(text) == lesson
+
+
+def test_a_long_answer_is_searched_in_no_time():
+    begin = time.perf_counter()
+    for part in ("\n", "lesson:\n", "* \n", "lesson: a\n"):
+        stated(part * 100_000)
+    assert time.perf_counter() - begin < 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from cuda_agent.sandbox.wire import KernelUse, printable
 _WARP = 32
 _REGISTER_UNIT, _WARP_UNIT = 256, 4
 _ASSUMED = 256  # threads of a block of a kernel whose launch is not known
-_LOG_BYTES = 1 << 18
+_LOG_BYTES, _SYMBOL = 1 << 18, 2000  # what is read of a report, and of a mangled name in it
 _ENTRY = "Compiling entry function '"
 _MOST, _LONGEST = 16, 120  # kernels of a solution, and characters of a name
 _PROCESSORS, _THREADS, _SHARED, _REGISTERS, _BLOCKS, _RESERVED = 16, 39, 81, 82, 106, 111  # device attributes
@@ -101,7 +101,7 @@ def of_log(log: str, limits: Multiprocessor) -> list[KernelUse]:
     for part in log.split(_ENTRY)[1:]:
         symbol, _, text = part.partition("'")
         if registers := _number(text, "registers"):
-            node = {"symbol": _plain(symbol), "grid": [0], "block": [_ASSUMED], "shared": 0}
+            node = {"symbol": _plain(symbol[:_SYMBOL]), "grid": [0], "block": [_ASSUMED], "shared": 0}
             local, shared = _number(text, "bytes stack frame"), _number(text, "bytes smem")
             found[_use(node, registers, local, shared, limits)] = None
     return [*found][:_MOST]
