@@ -17,7 +17,10 @@ FILES = ("kernels/fused.cpp", "plan.json")
 TURNS: list[dict[str, Any]] = [
     {"calls": [("Write", {"path": path, "content": (PLAN / path).read_text()}) for path in FILES]},
     {"calls": [("Bash", {"command": "profile"})]},
-    {"text": "One pass over memory; nothing more is to be gained."},
+    {
+        "text": "One pass over memory; nothing more is to be gained.\n"
+        "Lesson: Fuse elementwise operators into one pass over memory, and give each thread one contiguous part."
+    },
 ]
 
 

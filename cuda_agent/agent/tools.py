@@ -62,24 +62,31 @@ def describe_restored(verdict: Verdict | None, style: Style) -> str:
     return "restore: ok" if style == "compact" or not ratios else f"restore: ok, the best solution so far: {ratios}"
 
 
-def standing(verdict: Verdict) -> str:
-    """Returns one line that compares the solution's time with the roofline bound of the task.
+def limiter(verdict: Verdict) -> tuple[str, float]:
+    """Returns what limits a task according to ``verdict``, and the least time in seconds that follows from it.
 
-    The bound is the longer of two times: the time to move all inputs and outputs, and the time to do the reference's
-    counted operations (matrix products, convolutions and attention). Both assume the device's peak rates. A time that
-    is unknown counts as 0. Returns "" if the solution is not correct, if its time is unknown or simulated, or if the
-    bound is 0."""
+    The limit is "memory" (the time to move all inputs and outputs) or "arithmetic" (the time to do the reference's
+    counted operations: matrix products, convolutions and attention), the longer of the two at the device's peak rates.
+    A time that is unknown counts as 0. Returns ("", 0.0) if the solution is not correct, if its time is unknown or
+    simulated, or if both times are 0."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
-        return ""
+        return "", 0.0
     least = {
         "memory": (verdict.bytes or 0) / (verdict.peak_bytes_per_second or math.inf),
         "arithmetic": (verdict.flops or 0) / (verdict.peak_flops or math.inf),
     }
-    limiter, seconds = max(least.items(), key=lambda item: item[1])
-    if not seconds:
+    name, seconds = max(least.items(), key=lambda item: item[1])
+    return (name, seconds) if seconds else ("", 0.0)
+
+
+def standing(verdict: Verdict) -> str:
+    """Returns one line that compares the solution's time with the roofline bound of the task (``limiter``), or "" if
+    the bound is not known."""
+    name, seconds = limiter(verdict)
+    if not name or not verdict.seconds:
         return ""
     share = seconds / verdict.seconds
-    return f"limit: {limiter}, {seconds * 1e6:.1f} us at the device's peak; the solution reaches {share:.0%} of it"
+    return f"limit: {name}, {seconds * 1e6:.1f} us at the device's peak; the solution reaches {share:.0%} of it"
 
 
 def failed(verdict: Verdict, command: str) -> bool:

@@ -102,6 +102,14 @@ def optimize(
         Literal["full", "compact"] | None,
         Option(help="compact: short prompts, for a policy that cuda-agent trained from scratch [default: full]"),
     ] = None,
+    lessons: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="Markdown file of lessons: the model is told those that fit the problem, and the search adds one; "
+            "'' for none [default: ~/.local/share/cuda-agent/lessons.md]",
+        ),
+    ] = None,
     train_mode: TrainMode = False,
     as_json: Annotated[
         bool, Option("--json", help="print a line of JSON for each event, and one for the outcome")
@@ -118,12 +126,15 @@ def optimize(
     was found; 130: Ctrl-C came before one was found; 75: the language model's server could not be used."""
     from cuda_agent.optimize import folder as folders
     from cuda_agent.optimize.evaluation import device_of
+    from cuda_agent.optimize.lessons import standard_path
     from cuda_agent.policy.served import ServedModelError
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
     not_searched = ("arguments", "output", "resume", "train_mode", "as_json")  # the others are fields of the order
     changes = {name: value for name, value in ctx.params.items() if value is not None and name not in not_searched}
+    if lessons:
+        changes["lessons"] = str(Path(lessons).absolute())
     if resume is not None:
         if sources or output is not None:
             raise ConfigError("--resume takes MODEL.py and --output from the folder: leave them out")
@@ -140,7 +151,7 @@ def optimize(
         source = Path(sources[0])
         folder = output or Path(f"{source.stem}-optimized")
         order = folders.SearchOrder(base_url, model)
-        changes.setdefault("device", device_of(overrides))
+        changes = {"device": device_of(overrides), "lessons": str(standard_path())} | changes
     order = folders.with_changes(order, changes)
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
     overrides = with_train_mode(overrides, train_mode)

@@ -6,21 +6,24 @@ sandbox: this process executes nothing that the model writes.  ``progress.Findin
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from cuda_agent.agent.chat_rollout import answers
 from cuda_agent.agent.compaction import compacted, cut, size
-from cuda_agent.agent.environment import LOOP, KernelEnvironment, Sandbox, SandboxFault
+from cuda_agent.agent.environment import Sandbox
 from cuda_agent.agent.loop import MALFORMED, Calls, play, within
-from cuda_agent.agent.progress import NO_TARGET, Find, Findings, Goal, SearchBudget, State, Tell, difference, factor
+from cuda_agent.agent.progress import NO_TARGET, Find, Findings, SearchBudget, State, Tell, factor
 from cuda_agent.agent.prompt import agent_messages
-from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of, standing
+from cuda_agent.agent.tools import TOOLS, describe
+from cuda_agent.optimize.lessons import ASKED, Lesson, stated
+from cuda_agent.optimize.profile_text import profile_lines
+from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
 from cuda_agent.policy.chat_stream import CHARACTERS, Reply
 from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
-from cuda_agent.sandbox.wire import CommandResult, Format, Mode, Solution, ToolResult, Verdict
+from cuda_agent.sandbox.wire import ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
@@ -31,10 +34,11 @@ _LOSSES = 3  # lost workspaces, or faults of the sandbox in a row, that end an a
 _LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens below which nothing is shortened
 _BASELINES = 100  # most characters of the line about baselines
 _CHARACTERS = (1.5, 6.0)  # bounds of characters per token: a server's count outside of them is not used
-_CHANGING = ("Write", "Edit", "MultiEdit", "NotebookEdit", "Bash", "KillBash")
 
 _LAST = """This is the last turn: no tool can be called any more, and the fastest correct solution so far is kept. Say
 in a few sentences what makes it fast, what did not work, and what you would try next."""
+_LESSON = "The search has ended, and no tool can be called any more. "
+_LESSON_TOKENS = 2000  # most of the answer, thoughts included
 _GO_ON = """{lead}: {state}. You have {turns} more turns. Go on with the tools; if you are sure
 that nothing more can be gained, say so without calling a tool."""
 _PARENT = """Your work folder holds a correct solution that an earlier attempt has written. The verdict on it:
@@ -44,26 +48,6 @@ _REOPENED = {
     "role": "user",
     "content": "[The work folder was opened again as it was. Files must be read before they are changed.]",
 }
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The settings of one attempt.  The limits on tokens refer to the token counts of the model's server."""
-
-    format: Format = "plan"
-    device: Literal["cpu", "cuda"] = "cpu"
-    style: Style = "full"
-    turns: int = 60  #: maximum number of turns
-    context: int = 65536  #: maximum number of tokens of the conversation and the answer together
-    answer_tokens: int = 8192  #: maximum number of tokens of one answer
-    target: float = 1.05  #: speed-up over the faster of eager and torch.compile
-    until: float | None = None  #: share of the speed of light at which the search stops, too; None: no share
-    temperature: float = 1.0
-    seed: int = 0
-
-    @property
-    def goal(self) -> Goal:
-        return Goal(self.target, self.until)
 
 
 def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
@@ -99,90 +83,10 @@ def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
     return 2 * prompt + answer, 2 * answer
 
 
-class SearchEnvironment(KernelEnvironment):
-    """The environment of attempt number ``attempt``: it runs the model's tool calls, and reports events through
-    ``tell``.  The model's commands, such as "verify", judge its solution in quick mode, the usual mode.  If the
-    solution reaches the target, the command also judges it in strict mode, which is slower and more thorough.
-    ``faults`` counts the failures of the sandbox since its last successful judgement."""
-
-    def __init__(
-        self, task: Task, sandbox: Sandbox, terms: Terms, findings: Findings, attempt: int, tell: Tell
-    ) -> None:
-        super().__init__(task, sandbox, terms.format, terms.device, terms.style)
-        self.terms, self.findings, self.attempt, self.tell = terms, findings, attempt, tell
-        self.turn = self.faults = 0
-        self._judged: set[str] = set()
-        mine = [find for find in findings.by_digest.values() if find.attempt == attempt]  # before a resume
-        if earlier := max(mine, key=lambda find: merit(find.quick), default=None):
-            self.best, self.best_files = earlier.quick, earlier.solution.files
-
-    async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
-        if self.findings.reached:
-            return ToolResult("[not run: the target is reached]")
-        self.tell("tool", name=name, arguments=arguments)
-        result = await super().call(name, arguments)
-        if name in _CHANGING:
-            await self._tell_changes()
-        elif self.repeated >= LOOP:
-            result.text += "\n[the same call as before]"
-        self.tell("result", error=_first_line(result.text) if result.error else "")
-        return result
-
-    async def _tell_changes(self) -> None:
-        before = self.files
-        await self.collect()
-        for path in sorted(self.files.keys() | before.keys()):
-            old, new = before.get(path, ""), self.files.get(path, "")
-            if old != new:
-                self._seen.clear()
-                self.tell("diff", **difference(path, old, new))
-
-    async def command(self, name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
-        if name == "restore":
-            return await super().command(name, argv, files)
-        terms, solution, before = self.terms, solution_of(files, self.format), self.best
-        verdict = await self.judge(solution, command=name)
-        text = describe(verdict, name, terms.style, before)
-        if verdict.status == "infra":
-            return CommandResult("the sandbox failed, which is not the solution's fault: try again", error=True)
-        if terms.style == "full" and name == "profile" and verdict.status == "ok":
-            text = "\n".join(filter(None, [text, standing(verdict), *verdict.advice]))
-        if terms.goal.reached(verdict) and not self.findings.reached:
-            strict = await self.judge(solution, "strict", name)
-            ratio = factor(strict)
-            if terms.goal.reached(strict):
-                self.findings.reached = self.findings.by_digest.get(solution.digest)
-            if terms.style == "full":
-                said = f"{ratio:.2f} times as fast as the faster of both" if ratio else strict.status
-                text += f"\nmeasured strictly: {said}" + (f": {strict.message}" if strict.message else "")
-                text += "" if self.findings.reached else f"; {terms.goal} is not reached"
-        return CommandResult(text, failed(verdict, name))
-
-    async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
-        """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` names the command that needs the
-        verdict, such as "verify", or is "end" at the end of the attempt.  If the sandbox fails, the verdict's status is
-        ``infra``.  Raises TaskError if the task cannot be run."""
-        try:
-            verdict = await super().judge(solution, mode)
-            self.faults = 0
-        except SandboxFault as fault:
-            verdict = fault.verdict
-            self.faults += 1
-        self._judged.add(solution.digest)
-        self.findings.note(solution, verdict, self.attempt, self.turn)
-        self.tell("verdict", command=command, verdict=verdict.to_json(), files=solution.files, factor=factor(verdict))
-        return verdict
-
-    async def judge_rest(self) -> None:
-        """Judges the solution in the work folder, unless it was judged before or the target is reached."""
-        if self.solution.files and self.solution.digest not in self._judged and not self.findings.reached:
-            await self.judge(self.solution)
-
-
 @dataclass
 class Attempt:
     """One attempt of a search.  ``baselines`` is the text that tells the model the times of eager mode and of
-    ``torch.compile``."""
+    ``torch.compile``.  ``lessons`` are those of earlier searches; None: the model is told none and asked for none."""
 
     number: int  # from 1 on
     task: Task
@@ -194,6 +98,7 @@ class Attempt:
     watch: Tell  # receives the events
     baselines: str = ""
     state: State = field(default_factory=State)  # the state with which the attempt begins or resumes
+    lessons: Sequence[Lesson] | None = None
 
     def __post_init__(self) -> None:
         terms = self.terms
@@ -205,7 +110,9 @@ class Attempt:
         self._was_cut = False  # whether the turn of ``_calls`` was cut after them
         self._said = ("", 0)  # the last turn, and its repetitions in a row
         self._started = False  # whether ``start_from`` has begun the conversation
-        self.environment = SearchEnvironment(self.task, self.sandbox, terms, self.findings, self.number, self.tell)
+        facts = self.task, self.sandbox, terms, self.findings, self.number, self.tell
+        before = "\n".join(str(message.get("content")) for message in self.state.messages)
+        self.environment = SearchEnvironment(*facts, [one for one in self.lessons or () if one.text not in before])
         self.environment.files = dict(self.state.files)
 
     @property
@@ -230,8 +137,8 @@ class Attempt:
         if goes_on:
             first = up_to_turn(conversation, parent.turn)
         else:
-            first = first_messages(self.task, terms, self.baselines)
-            lines = [describe(verdict, "profile", "full"), standing(verdict), *verdict.advice]
+            first = self._first_messages(verdict)
+            lines = [describe(verdict, "profile", "full"), *profile_lines(verdict), *verdict.advice]
             first[-1]["content"] += "\n\n" + _PARENT.format(verdict="\n".join(filter(None, lines)))
         for message in first:
             self._say(message)
@@ -246,16 +153,43 @@ class Attempt:
             SandboxUnready: A required protection or the compiler is missing."""
         state = self.state
         if not self._started:
-            for message in [_REOPENED] if state.messages else first_messages(self.task, self.terms, self.baselines):
+            for message in [_REOPENED] if state.messages else self._first_messages():
                 self._say(message)
         try:
             ended = await within(asyncio.timeout(self.budget.left), self._play(), "minutes")
         except ServedModelError as error:
             self.tell("note", text=str(error))
             ended = "server"
-        summary = next((m["content"] for m in reversed(state.messages) if m["role"] == "assistant"), "")
-        self.tell("ended", why=ended, summary=summary[:4000])
+        self.tell("ended", why=ended, summary=self._summary[:4000])
         return ended
+
+    async def lesson(self, gained: float) -> str:
+        """Returns the lesson that the model states about this attempt, whose best solution is ``gained`` times as fast
+        as the baselines.  It stands in the model's last answer, or is asked for.  Returns "" if the model states none,
+        or if there are no tokens or no money left to ask.  The limit on time does not count.
+
+        Raises:
+            ServedModelError: The model's server failed or refused."""
+        if found := stated(self._summary):
+            return found
+        self._drop_unfinished_turn()
+        answer = min(_LESSON_TOKENS, self.terms.answer_tokens)
+        prompt = min(int(size(self.state.messages) / self.ratio), self.context)
+        if replace(self.budget, seconds=None).lacks(prompt, answer):
+            return ""
+        asked = f"{_LESSON}The fastest solution is {gained:.2f} times as fast as the faster baseline.\n{ASKED}"
+        return stated((await self._ask(answer, asked)).content)
+
+    @property
+    def _summary(self) -> str:
+        return next((m["content"] for m in reversed(self.state.messages) if m["role"] == "assistant"), "")
+
+    def _first_messages(self, verdict: Verdict | None = None) -> list[dict[str, Any]]:
+        """Returns the messages that begin the conversation.  ``verdict`` is one on the solution that it starts from."""
+        messages = first_messages(self.task, self.terms, self.baselines)
+        if found := self.environment.fitting_lessons(verdict):
+            messages[-1]["content"] += f"\n\n{found}"
+        return messages
 
     async def _play(self) -> str:
         """Plays the turns in a work folder, and returns why the attempt ended.  If the folder is lost, for example with
@@ -283,7 +217,8 @@ class Attempt:
         self.tell("turn", turn=turn, last=last)
         self.environment.turn = turn
         try:
-            reply = await self._ask(terms.answer_tokens, last)
+            closing = f"{_LAST} {ASKED}" if self.lessons is not None else _LAST
+            reply = await self._ask(terms.answer_tokens, closing if last else "")
         except ContextTooLong:
             if terms.style == "compact":  # compact policies were not trained on shortened conversations
                 return "tokens"
@@ -334,8 +269,9 @@ class Attempt:
             return "target" if self.findings.reached.attempt == self.number else "stopped"
         return "infra" if self.environment.faults >= _LOSSES else None
 
-    async def _ask(self, answer: int, last: bool) -> Reply:
-        asked = [{"role": "user", "content": _LAST}] if last else []
+    async def _ask(self, answer: int, closing: str) -> Reply:
+        """Asks the model to go on.  With ``closing``, a last request, it shall call no tool."""
+        asked = [{"role": "user", "content": closing}] if closing else []
         while True:
             room = int(max(self.context - answer, self.context // 4) * self.ratio)
             if self.terms.style == "full":
@@ -350,7 +286,7 @@ class Attempt:
                     self.terms.temperature,
                     self.terms.seed * 1000 + self.number * 100_000 + self.state.turn,
                     listen=lambda what, text: self.tell(what, text=text),
-                    call=not last,
+                    call=not closing,
                 )
             except ContextTooLong as error:
                 if self.terms.style == "compact" and answer > _LEAST_ANSWER:
@@ -417,8 +353,3 @@ class Attempt:
         if len(messages) - last - 1 < asked:
             del messages[last:]
         self.environment.files = dict(self.state.files)
-
-
-def _first_line(text: str) -> str:
-    said = (line.strip() for line in text.splitlines())
-    return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

@@ -18,7 +18,7 @@ from typing import Any
 from cuda_agent.agent.progress import NO_TARGET, Event, Findings, State, read_events, replayed
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import UserError
-from cuda_agent.optimize.attempt import Terms
+from cuda_agent.optimize.search_environment import Terms
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_whole
 
@@ -50,6 +50,12 @@ class SearchOrder:
     money: float | None = None
     price_in: float = 0.0  #: price of a million prompt tokens
     price_out: float = 0.0  #: price of a million sampled tokens
+    lessons: str = ""  #: file of lessons of earlier searches, which this one reads and adds to; empty: none
+
+    @property
+    def learns(self) -> bool:
+        """Whether lessons are read and kept.  The prompts of the style ``compact`` have no place for them."""
+        return bool(self.lessons) and self.terms.style == "full"
 
     def __post_init__(self) -> None:
         if self.money is not None and not (self.price_in or self.price_out):

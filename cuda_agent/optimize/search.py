@@ -29,8 +29,10 @@ from cuda_agent.agent.progress import (
     factor,
     read_events,
 )
+from cuda_agent.agent.tools import limiter
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
+from cuda_agent.optimize import lessons
 from cuda_agent.optimize.archive import choose, islands
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
@@ -49,6 +51,8 @@ from cuda_agent.tracking import write_whole
 Watch = Callable[[Event], None]
 _CONFIRMED = 5  # most solutions judged strictly at the end, until one is confirmed
 _LONGEST_FILE = 1 << 20
+_GAIN = 1.05  # least speed-up of which there is a lesson
+_LESSON_SECONDS = 60.0  # longest wait for the model's lesson
 
 
 @dataclass
@@ -95,6 +99,7 @@ async def optimize(
         TaskError: The problem cannot be read or run, or its outputs cannot be checked.
         SandboxUnready: The sandbox cannot start, for example because an isolation feature or the compiler is missing.
         OptimizeError: The model's address, the token limit or the folder cannot be used.
+        UserError: The file of lessons cannot be read.
         ServedModelError: The model's server does not answer, or does not have the model.
         KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
     try:
@@ -109,6 +114,8 @@ async def optimize(
     if order.tokens is not None and order.tokens < (least := least_tokens(task, order.terms)):
         takes = f"--answer-tokens {order.terms.answer_tokens}: for this problem that takes about {least}"
         raise OptimizeError(f"--tokens {order.tokens} leave no room for one whole turn with {takes}")
+    known, broken = lessons.read(Path(order.lessons)) if order.learns else ([], [])
+    device = lessons.device_name(settings.device, settings.clock)
     with opened(order, settings, task, folder, resume):
         states, findings, spent = so_far(folder / "transcript.jsonl") if resume else ({}, Findings(), {})
         minutes = None if order.minutes is None else order.minutes * 60
@@ -119,6 +126,8 @@ async def optimize(
         transcript = Transcript(folder / "transcript.jsonl", lambda: budget.elapsed, watch)
         try:
             transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
+            for line in broken:
+                transcript.tell("note", text=line)
             async with _served(order, states) as model:
                 transcript.tell("note", text=f"asking {order.base_url} for {order.model}", passing=True)
                 await _unless(stop, model.check())
@@ -132,9 +141,13 @@ async def optimize(
                     said = _baselines(probe, settings)
                     facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, said
                     numbers = range(1, order.attempts + 1)
-                    attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
+                    told = [one for one in known if one.device == device] if order.learns else None
+                    attempts = [Attempt(number, *facts, states.get(number, State()), told) for number in numbers]
                     why = await _run_attempts(attempts, order, findings, transcript, stop)
                     best = await _confirm(task, sandbox, findings, transcript, stop)
+                    if order.learns and best and why != "stopped":
+                        learning = _learn(Path(order.lessons), device, task, best, attempts, findings, transcript)
+                        await _unless(stop, learning)
             strict = best.strict if best else None
             goal = order.terms.goal
             reached = strict is not None and goal.reached(strict)
@@ -273,6 +286,34 @@ async def _confirm(
     if judged and confirmed is None and unconfirmed is None:
         transcript.tell("note", text=f"strict mode confirmed none of the {len(judged)} solutions that it judged")
     return confirmed or unconfirmed
+
+
+async def _learn(
+    path: Path,
+    device: str,
+    task: Task,
+    best: Find,
+    attempts: Sequence[Attempt],
+    findings: Findings,
+    transcript: Transcript,
+) -> None:
+    """Adds the lesson of a search to the file ``path``, and tells it in the transcript.  The model that wrote ``best``
+    states it.  Without a gain that strict mode confirms there is no lesson."""
+    gained = factor(best.strict) if best.strict else None
+    writer = next((attempt for attempt in attempts if attempt.number == best.attempt), None)
+    if writer is None or gained is None or gained < _GAIN:
+        return
+    try:
+        text = await asyncio.wait_for(writer.lesson(gained), _LESSON_SECONDS)
+        solutions = [text for find in findings.by_digest.values() for text in find.solution.files.values()]
+        if not (why := lessons.refusal(text, solutions)):
+            ops, limit = lessons.short_names(task.ops), limiter(best.strict or best.quick)[0]
+            if not lessons.add(path, lessons.Lesson(ops, limit, device, gained, text)):
+                why = f"{path} holds it already"
+    except (ServedModelError, OSError, TimeoutError) as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    said = f"no lesson is kept: {why}" if why else f"a lesson for later searches, kept in {path}: {text}"
+    transcript.tell("note", text=said)
 
 
 def write_result(

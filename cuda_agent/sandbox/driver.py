@@ -16,6 +16,7 @@ _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE = 1, 1, 1
 READ, READ_WRITE = 1, 3
 _MAJOR, _MINOR, _L2_BYTES, _SHARED_OPTIN = 75, 76, 38, 97
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # function attributes
+_STATIC_SHARED, _LOCAL, _REGISTERS = 1, 3, 4  # function attributes
 _CLUSTER, _COOPERATIVE = 4, 2  # launch attributes
 _NOT_SUPPORTED = 801
 _RELEASE_THRESHOLD = 4  # attribute of a memory pool
@@ -277,6 +278,23 @@ class Module:
         address, size = ctypes.c_uint64(), ctypes.c_size_t()
         _call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
         return read(address.value, size.value)
+
+
+def resources(function: ctypes.c_void_p) -> list[int]:
+    """Returns what the compiler gave a kernel: the registers of a thread, the bytes of local memory of a thread, and
+    the bytes of static shared memory of a block."""
+    values = [ctypes.c_int() for _ in range(3)]
+    for value, which in zip(values, (_REGISTERS, _LOCAL, _STATIC_SHARED), strict=True):
+        _call("cuFuncGetAttribute", ctypes.byref(value), which, function)
+    return [value.value for value in values]
+
+
+def blocks_at_once(function: ctypes.c_void_p, threads: int, shared: int) -> int:
+    """Returns how many blocks of a kernel a multiprocessor holds at once, as the driver computes it. ``shared`` is the
+    dynamic shared memory in bytes."""
+    blocks = ctypes.c_int()
+    _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(blocks), function, threads, shared)
+    return blocks.value
 
 
 class Launch:

@@ -65,7 +65,7 @@ class WorkerOperation(StrEnum):
     COUNT_OPERATORS = "count_operators"  # -> {"operators", "bytes"}
     ACCOUNT = "account"  # -> {"flops": 0 if not known, "written": bytes, "views": strides or null of each output}
     # to a candidate worker
-    LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed", "redrawn": seed or None}
+    LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed", "redrawn"} -> resources of each kernel
     RUN_CHAIN = "run_chain"  # as many calls as ``slot`` says -> as RUN
     RUN_EMPTY_CHAIN = "run_empty_chain"
     UNLOAD_SOLUTION = "unload_solution"  # of a plan on a GPU; the worker then takes other buffers and another plan
@@ -120,6 +120,7 @@ class JudgeSettings:
     prober: bool = False  # runs only tasks, without solutions, and holds little memory
 
 
+KERNELS_LOG = "kernels.log"  # beside an extension's library: the assembler's report on its kernels
 MOST_BESIDE = 512 << 20  # bytes of a call: larger tasks do not run on a GPU beside others
 
 

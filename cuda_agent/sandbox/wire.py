@@ -92,6 +92,24 @@ class Ran:
     share: float | None = None
 
 
+@dataclass(frozen=True)
+class KernelUse:
+    """The resources of one of a solution's kernels on a GPU, as the compiler assigned them, and what follows from them.
+
+    Of a plan's kernel the launch is known. An extension's host code launches its kernels: ``grid`` and ``waves`` are 0,
+    and the occupancy is that of a block of ``block`` threads without dynamic shared memory."""
+
+    name: str
+    grid: int  #: blocks
+    block: int  #: threads of a block
+    registers: int  #: of a thread
+    local_bytes: int  #: of a thread: registers that were spilled, and arrays
+    shared_bytes: int  #: of a block, static and dynamic
+    occupancy: float  #: share of a multiprocessor's warps that it holds at once; 0: no block fits
+    limit: str  #: the resource that limits the occupancy
+    waves: float  #: how many times the grid fills the device
+
+
 @dataclass
 class Verdict:
     """The judge's verdict on one solution.
@@ -127,6 +145,7 @@ class Verdict:
     advice: list[str] = field(default_factory=list)  #: hints from static rules and ``ran``; no refusal
     advisory: bool = False  #: whether the solution's Python ran unchecked, its operators unknown
     untimed: str = ""  #: why no time was taken, if none was
+    kernels: list[KernelUse] = field(default_factory=list)  #: of a plan or an extension on a GPU; empty: not known
 
     @property
     def reward(self) -> int | None:
@@ -161,14 +180,17 @@ class Verdict:
         return least / self.seconds if self.seconds and least and self.clock == "real" else None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields, and the derived values: the reward, the speed-ups and the speed of light."""
+        """Returns all fields, and the derived values: the reward, the speed-ups and the speed of light. Leaves out
+        ``kernels`` if it is empty."""
         derived = ("reward", "speedup_eager", "speedup_compile", "speed_of_light")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        found = asdict(self) | {name: getattr(self, name) for name in derived}
+        return found if self.kernels else {key: value for key, value in found.items() if key != "kernels"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
         """Returns the verdict in ``data``, a result of ``to_json``."""
-        return cls(**(_known(cls, data) | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
+        kernels = [KernelUse(**item) for item in data.get("kernels", ())]
+        return cls(**(_known(cls, data) | {"ran": [Ran(**item) for item in data.get("ran", ())], "kernels": kernels}))
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:

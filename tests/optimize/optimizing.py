@@ -14,9 +14,9 @@ from chat_server import Script, Served, call, serve
 from cuda_agent.agent.progress import Event
 from cuda_agent.config import SandboxConfig
 from cuda_agent.optimize import search
-from cuda_agent.optimize.attempt import Terms
 from cuda_agent.optimize.folder import SearchOrder
 from cuda_agent.optimize.search import SearchOutcome, optimize
+from cuda_agent.optimize.search_environment import Terms
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.local import LocalSandbox
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cuda_agent.agent.progress import ENDS, NO_TARGET, Find, Findings, Goal, SearchBudget, State, replayed
-from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms, up_to_turn
+from cuda_agent.optimize.attempt import Attempt, up_to_turn
+from cuda_agent.optimize.lessons import Lesson
+from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
 from cuda_agent.policy.chat_stream import Reply
 from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
@@ -70,12 +72,12 @@ def verdict(status="ok", ratio=3.0):
     return Verdict(status, "plan", "quick", "cpu", "model", seconds=1.0, eager_seconds=ratio, compile_seconds=ratio)
 
 
-def run(model, sandbox, terms=TERMS, state=None, budget=None):
+def run(model, sandbox, terms=TERMS, state=None, budget=None, lessons=None):
     """Why it ended, the attempt and its events."""
     events = []
     attempt = Attempt(
         1, TASK, model, sandbox, terms, budget or SearchBudget(), Findings(),
-        lambda kind, **facts: events.append({"kind": kind} | facts), state=state or State(),
+        lambda kind, **facts: events.append({"kind": kind} | facts), state=state or State(), lessons=lessons,
     )  # fmt: skip
     return asyncio.run(attempt.run()), attempt, events
 
@@ -269,3 +271,49 @@ def test_a_resumed_search_knows_what_an_attempt_started_from(style):
     cut = next(index for index, event in enumerate(events) if event["kind"] == "turn")
     begun = replayed([{"attempt": 3} | event for event in events[:cut]])[0][3]
     assert begun.files == {"plan.json": "p"} and begun.turn == (0 if style == "full" else 2)
+
+
+LIMITED = replace(verdict(ratio=1.5), clock="real", bytes=100, peak_bytes_per_second=200.0)
+SAME_OP = Lesson(("relu",), "", "cpu", 2.0, "Relu fuses with its neighbours.")
+SAME_LIMIT = Lesson(("softmax",), "memory", "cpu", 2.0, "Read memory once.")
+NEITHER = Lesson(("softmax",), "arithmetic", "cpu", 2.0, "Use the matrix units.")
+
+
+def test_lessons_are_told_at_the_beginning_by_operator_and_at_the_first_profile_by_limit():
+    model = Model(said(WRITE), said(PROFILE), said(PROFILE), said())
+    _, attempt, _ = run(model, Sandbox(LIMITED), lessons=[NEITHER, SAME_LIMIT, SAME_OP])
+    first = model.asked[0][-1]["content"]
+    assert SAME_OP.text in first and SAME_LIMIT.text not in first
+    told = [SAME_LIMIT.text in text for text in results(attempt)]
+    assert told == [False, True, False] and NEITHER.text not in str(attempt.state.messages)
+    again = replace(attempt.state, turn=0)
+    _, resumed, _ = run(Model(said(PROFILE), said()), Sandbox(LIMITED), state=again, lessons=[SAME_LIMIT, SAME_OP])
+    assert sum(SAME_LIMIT.text in text for text in results(resumed)) == 1, "a resumed attempt is not told again"
+
+
+def test_an_attempt_that_starts_from_a_solution_is_told_lessons_of_its_limit_at_once():
+    first = replace(LIMITED, mode="quick")
+    parent = Find(Solution("plan", {"plan.json": "{}"}), first, 1, 0)
+    attempt = Attempt(
+        2, TASK, Model(said()), Sandbox(first), TERMS, SearchBudget(), Findings(), lambda *_, **__: None,
+        lessons=[SAME_LIMIT],
+    )  # fmt: skip
+    attempt.start_from(parent, [])
+    assert SAME_LIMIT.text in attempt.state.messages[-1]["content"]
+
+
+@pytest.mark.parametrize(
+    "budget, asked", [(SearchBudget(), True), (SearchBudget(seconds=0.0), True), (SearchBudget(tokens=100), False)]
+)
+def test_a_lesson_is_asked_for_without_tokens_left_never_and_after_the_time_is_up_still(budget, asked):
+    model = Model(Reply(f"Lesson: {SAME_OP.text}", [], tokens=1, prompt_tokens=10))
+    attempt = Attempt(
+        1, TASK, model, Sandbox(verdict()), TERMS, budget, Findings(), lambda *_, **__: None, lessons=[]
+    )  # fmt: skip
+    attempt.state.messages = [
+        {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [PROFILE]},
+    ]  # fmt: skip
+    assert asyncio.run(attempt.lesson(2.0)) == (SAME_OP.text if asked else "")
+    assert len(model.asked) == asked
+    if asked:
+        assert [message["role"] for message in model.asked[0]] == ["user", "user"], "no call without an answer is sent"

@@ -20,8 +20,8 @@ from cuda_agent.agent.tools import TOOLS
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
 from cuda_agent.optimize import search
-from cuda_agent.optimize.attempt import Terms
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, read_order
+from cuda_agent.optimize.search_environment import Terms
 from cuda_agent.policy.served import ServedModelRefused
 from cuda_agent.sandbox.wire import Solution, Verdict
 from cuda_agent.tasks.task import Task
@@ -425,7 +425,8 @@ def test_a_policy_of_this_project_is_played_in_its_own_form(run):
 
 def command(tmp_path, cache, *arguments, **environment):
     """``cache``: the folder of this name in what is the command's home."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"CUDA_AGENT_HOME": str(cache.parent)}
+    homes = {"CUDA_AGENT_HOME": str(cache.parent), "XDG_DATA_HOME": str(tmp_path / "data")}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | homes
     (tmp_path / "model.py").write_text(MODEL)
     program = [sys.executable, "-m", "cuda_agent.cli", "optimize", *arguments]
     return subprocess.Popen(
@@ -447,6 +448,8 @@ def test_the_command_prints_lines_of_json_for_programs(tmp_path, cache):
     assert served.headers[0]["Authorization"] == "Bearer canary-of-the-key"
     everything = out + err + "".join(p.read_text() for p in (tmp_path / "model-optimized").rglob("*") if p.is_file())
     assert "canary-of-the-key" not in everything
+    asked = served.requests[-1]["messages"][-1]["content"]
+    assert "Lesson:" in asked and any("no lesson is kept" in event.get("text", "") for event in events)
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -26,6 +26,7 @@ from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build.compiler import Compiler, CompilerPool, Waiting
 from cuda_agent.sandbox.build.toolchain import FLAGS, NVRTC_PROGRAM, Toolchain, find_nvcc, find_nvrtc, find_toolchain
 from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.messages import KERNELS_LOG
 from cuda_agent.sandbox.wire import printable
 
 _DIAGNOSTICS = ("-fmax-errors=3", "-fdiagnostics-color=never", "-fno-diagnostics-show-option", "-ftemplate-depth=256")
@@ -63,7 +64,8 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 class _Order:
     """One build: ``command`` compiles ``files`` within ``seconds``. ``files`` maps file names to texts. Besides these
     files and the system's own, the jailed compiler may read the paths ``read``. The builder copies the result files
-    ``products`` to the folder ``target``."""
+    ``products`` to the folder ``target``, and writes the compiler's messages to its file ``log``, unless that is
+    empty."""
 
     command: list[str]
     files: Mapping[str, str]
@@ -71,6 +73,7 @@ class _Order:
     target: Path
     read: tuple[str, ...]
     seconds: float
+    log: str = ""
 
 
 class Builder:
@@ -159,21 +162,21 @@ class Builder:
         libraries: Sequence[str],
         extra: Sequence[str] = (),
     ) -> Path:
-        """Compiles the CUDA and C++ sources ``units`` with nvcc to a shared library and returns its path. ``libraries``
-        may hold ``cublas`` and ``cudnn``. ``extra`` holds compiler options. Raises ``BuildError`` or
-        ``CompilerMissing``."""
+        """Compiles the CUDA and C++ sources ``units`` with nvcc to a shared library and returns its path. The file
+        ``KERNELS_LOG`` beside it tells the resources of its kernels. ``libraries`` may hold ``cublas`` and ``cudnn``.
+        ``extra`` holds compiler options. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
         command = [
             tools.compiler, "-gencode", f"arch=compute_{code},code=sm_{code}", "-O3", "--use_fast_math", "-std=c++20",
-            "--threads", "2", "-Xcompiler", "-fPIC,-O3,-fmax-errors=3", *defined, *extra,
+            "--threads", "2", "-Xcompiler", "-fPIC,-O3,-fmax-errors=3", "-Xptxas", "-v", *defined, *extra,
             *(f"-I{folder}" for folder in tools.includes), *(f"-L{folder}" for folder in tools.places),
             *units, "-shared", "-o", "library.so",
             *(f"-Xlinker={path}" for name in libraries for path in tools.libraries(name)),  # nvcc refuses lib*.so.13
         ]  # fmt: skip
         parts = [tools.identity, architecture, *units, *extra, *libraries]
-        return (await self._built(parts, command, files, ("library.so",), ())) / "library.so"
+        return (await self._built(parts, command, files, ("library.so",), (), log=KERNELS_LOG)) / "library.so"
 
     async def _built(
         self,
@@ -184,6 +187,7 @@ class Builder:
         read: tuple[str, ...],
         unit: str = "",
         seconds: float = 0.0,
+        log: str = "",
     ) -> Path:
         """Returns the folder with ``products``. The folder comes from the cache (key: ``parts`` and ``files``), from a
         running build with the same key, or from a new run of ``command``. If ``unit`` is given, it names the only
@@ -204,7 +208,7 @@ class Builder:
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
-            order = _Order(command, files, products, done, read, seconds or self._seconds)
+            order = _Order(command, files, products, done, read, seconds or self._seconds, log)
             if not (unit and await self._compiled_ahead(unit, order)):
                 try:
                     await self._compile(order)
@@ -230,8 +234,7 @@ class Builder:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=self._scratch))
             try:
                 write_files(work, order.files)
-                await asyncio.to_thread(self._run, order, work)
-                _keep(work, order)
+                _keep(work, order, await asyncio.to_thread(self._run, order, work))
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
@@ -244,10 +247,11 @@ class Builder:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
             yield
 
-    def _run(self, order: _Order, work: Path) -> None:
+    def _run(self, order: _Order, work: Path) -> str:
+        """Runs the compiler in the folder ``work`` and returns its messages."""
         with self._beside_timing():
             compiler = Compiler(self._policy(work, order.read, order.seconds), order.command, work)
-            self._finish(compiler, work, order.seconds)
+            return self._finish(compiler, work, order.seconds)
 
     async def _compiled_ahead(self, unit: str, order: _Order) -> bool:
         if not self._ahead:
@@ -295,7 +299,7 @@ class Builder:
             memory_mb=self._memory_mb, file_mb=_LIBRARY_MB, cpu_seconds=int(seconds) + 1, read_any=True,
         )  # fmt: skip
 
-    def _finish(self, compiler: Compiler, work: Path, seconds: float) -> None:
+    def _finish(self, compiler: Compiler, work: Path, seconds: float) -> str:
         try:
             status, errors = compiler.finish(seconds)
         except TimeoutError:
@@ -306,16 +310,20 @@ class Builder:
             raise _Killed(first_errors(errors))
         if status != 0:
             raise BuildError(first_errors(errors))
+        return errors
 
 
-def _keep(work: Path, order: _Order) -> None:
-    """Copies the result files of ``order`` from the folder ``work`` to ``order.target``, which appears atomically."""
+def _keep(work: Path, order: _Order, messages: str = "") -> None:
+    """Copies the result files of ``order`` from the folder ``work`` to ``order.target``, which appears atomically.
+    ``messages`` are those of the compiler."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         for name in order.products:
             _take(work / name, staged / name)
+        if order.log:
+            (staged / order.log).write_text(messages, errors="replace")
         os.replace(staged, target)
     except BaseException as error:
         shutil.rmtree(staged, ignore_errors=True)

@@ -18,8 +18,8 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def verdict() -> dict[str, Any]:
-    """Returns the JSON schema of a verdict (the judge's result for one solution). All properties are required,
-    including those that ``Verdict`` computes from its fields, such as ``reward``."""
+    """Returns the JSON schema of a verdict (the judge's result for one solution). All properties but
+    ``kernels`` are required, including those that ``Verdict`` computes from its fields, such as ``reward``."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
         "reward": {
@@ -45,9 +45,9 @@ def verdict() -> dict[str, Any]:
         "description": "What the judge says of one solution. Times are seconds per call, null where there is none.",
         "type": "object",
         "properties": properties,
-        "required": sorted(properties),
+        "required": sorted(properties.keys() - {"kernels"}),
         "additionalProperties": False,
-        "$defs": {"Ran": schema["$defs"]["Ran"] | {"additionalProperties": False}},
+        "$defs": {name: row | {"additionalProperties": False} for name, row in schema["$defs"].items()},
     }
 
 

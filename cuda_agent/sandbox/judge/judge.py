@@ -211,7 +211,8 @@ class Judge:
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Samples of a
         # used context are dropped below, because an earlier plan may have damaged the context.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
-        verdict.ran, verdict.advice, verdict.interval, verdict.compile_interval = [], [], None, None
+        verdict.ran, verdict.advice, verdict.kernels = [], [], []
+        verdict.interval, verdict.compile_interval = None, None
         verdict.seconds = None
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec

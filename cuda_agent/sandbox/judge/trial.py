@@ -25,7 +25,7 @@ from cuda_agent.sandbox.judge.decisions import CandidateRefused
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
 from cuda_agent.sandbox.judge.shared_context import SharedContext
-from cuda_agent.sandbox.judge.timing import cost
+from cuda_agent.sandbox.judge.timing import cost, occupancy
 from cuda_agent.sandbox.judge.timing.cross_check import CrossCheck
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import EvaluateRequest, WorkerOperation
@@ -56,11 +56,8 @@ class Trial:
         verdict: Verdict,
         shared: SharedContext | None = None,
     ) -> None:
-        self._settings, self._lease = workers.settings, workers.lease
-        self._workers = workers
-        self._shared = shared
-        self._memory = prepared.memory
-        self._prepared = prepared
+        self._workers, self._settings, self._lease = workers, workers.settings, workers.lease
+        self._prepared, self._memory, self._shared = prepared, prepared.memory, shared
         self._request = request
         self._traits = FormatTraits(**request["traits"])
         self._verdict = verdict
@@ -140,7 +137,9 @@ class Trial:
         assert worker
         files = {name: worker.hand_over(Path(load[name]), name) for name in _FILES if load.get(name)}
         seeds = {"seed": self._prepared.weights_seed, "redrawn": self._prepared.oracle.redrawn}
-        worker.call(WorkerOperation.LOAD_SOLUTION, load | files | seeds)
+        told = worker.call(WorkerOperation.LOAD_SOLUTION, load | files | seeds)
+        if self._settings.device == "cuda":
+            self._verdict.kernels = occupancy.of_solution(load, told)
 
     def check(self) -> None:
         begin = time.perf_counter()

@@ -73,7 +73,8 @@ class Candidate(WorkerLoop):
         torch.cuda.synchronize()
         return times
 
-    def load_plan(self, frame: Frame) -> None:
+    def load_plan(self, frame: Frame) -> list[list[int] | None]:
+        """Loads a plan. On a GPU, returns ``driver.resources`` of each node, or ``None`` where a node is no kernel."""
         if self._options["device"] == "cuda":
             from cuda_agent.sandbox.worker import gpu
 
@@ -87,6 +88,7 @@ class Candidate(WorkerLoop):
         self._commands[WorkerOperation.OBSERVE_OPERATORS] = lambda call: observe.seconds_of(
             steps[call.slot], self._options["device"]
         )
+        return getattr(run, "resources", [])
 
     def unload_plan(self, run: Callable[[int], None] | None) -> None:
         """Unloads a plan (a solution in the plan format) from a GPU. ``run`` is the function that runs the plan, or

@@ -134,6 +134,7 @@ def _bound(program: dict[str, Any], slots: Slots, module: driver.Module | None) 
             step()
 
     run.steps, run.keep, run.module = bound, workspaces, module  # type: ignore[attr-defined]
+    run.resources = [driver.resources(function) if function else None for function, _ in functions]  # type: ignore[attr-defined]
     return run
 
 

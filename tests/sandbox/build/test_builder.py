@@ -13,6 +13,8 @@ from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import extension, plan
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.jail.scratch import make_folder
+from cuda_agent.sandbox.judge.timing.occupancy import Multiprocessor, of_log
+from cuda_agent.sandbox.messages import KERNELS_LOG
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from tests.sandbox import published
 from tests.sandbox.test_cuda import KERNEL, PLAN
@@ -81,6 +83,13 @@ def folder(builder: build.Builder, files: dict[str, str]) -> Path:
 def test_the_published_work_folder_builds_unchanged(builder: build.Builder) -> None:
     library = folder(builder, published.FILES)
     assert b"norm_gelu_launcher" in library.read_bytes()
+
+
+def test_the_assemblers_report_on_the_kernels_of_an_extension_is_kept(builder: build.Builder) -> None:
+    library = folder(builder, published.FILES)
+    (use,) = of_log((library.parent / KERNELS_LOG).read_text(), Multiprocessor())
+    assert use.name == "norm_gelu_kernel" and 8 <= use.registers <= 255 and use.local_bytes == 0
+    assert use.grid == 0 and 0 < use.occupancy <= 1
 
 
 def test_what_nvcc_refuses_is_quoted(builder: build.Builder) -> None:

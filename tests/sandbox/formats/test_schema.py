@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cuda_agent.cli.sandbox import schema as command
 from cuda_agent.sandbox.formats import plan, schema
-from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor, Verdict
+from cuda_agent.sandbox.wire import KernelUse, Solution, TaskSpec, Tensor, Verdict
 from cuda_agent.synthesis.teacher.family import sample_task
 from cuda_agent.synthesis.teacher.teacher import solve
 from tests.sandbox.conftest import KERNEL, PLAN, Running, plan_solution, task
@@ -41,6 +41,16 @@ def test_real_verdicts_of_every_kind_fit(running: Running):
     assert len({verdict.status for verdict in verdicts}) == 4
     for verdict in [*verdicts, Verdict("infra", "plan", "strict", "cuda", "real", "lost")]:
         VERDICT.validate(json.loads(json.dumps(verdict.to_json())))
+
+
+def test_the_kernels_of_a_plan_are_optional_and_a_verdict_without_them_does_not_name_them():
+    use = KernelUse("fused<4>", 1024, 256, 40, 0, 0, 0.75, "registers", 1.3)
+    verdict = Verdict("ok", "plan", "quick", "cuda", "real", kernels=[use])
+    data = json.loads(json.dumps(verdict.to_json()))
+    VERDICT.validate(data)
+    assert Verdict.from_json(data) == verdict
+    assert not VERDICT.is_valid(data | {"kernels": [data["kernels"][0] | {"more": 1}]})
+    assert "kernels" not in Verdict("ok", "plan", "quick", "cpu", "real").to_json()
 
 
 def test_a_timed_verdict_fits(timed: Running):
