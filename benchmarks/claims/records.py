@@ -3,7 +3,8 @@
     tar xf benchmarks/claims/records/cuda-2026-11-27.tar.xz
     python benchmarks/claims/records.py cuda-2026-11-27 --seeds 0 2
 
-This prints the figures from the quick verdicts of the runs. To judge the answers again, on a GPU of the same kind:
+This prints the figures from the quick verdicts of the runs. Several records, each with some of the seeds, make one
+table: they may have different tasks. To judge the answers again, on a GPU of the same kind:
 
     cuda-agent evaluate-set cuda-2026-11-27/answers.jsonl --tasks cuda-2026-11-27/set --mode strict --output strict \\
         sandbox.format=plan sandbox.device=cuda
@@ -47,7 +48,7 @@ from cuda_agent.tasks.io import read_any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="the unpacked folder")
+    parser.add_argument("records", type=Path, nargs="+", help="the unpacked folders")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="policies that not all have are left out")
     parser.add_argument("--endings", choices=("trained", "untrained"), help="of the held-out tasks that count")
     parser.add_argument("--make", type=Path, nargs="+", metavar="STORE", help="make the record from these runs")
@@ -55,8 +56,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.make:
-        make(options.record, options.make)
-    found = values(options.record, options.judged, options.endings)
+        (record,) = options.records
+        make(record, options.make)
+    found = {}
+    for record in options.records:
+        found |= values(record, options.judged, options.endings)
     report([{"seed": seed, "values": found[seed]} for seed in options.seeds], options.json)
 
 

@@ -6,7 +6,8 @@ parameter BLOCK. The parameter is a constant of plan.json, or one line of the sa
     #define BLOCK 128                  constexpr int BLOCK = 128;                  BLOCK = 128
 
 A variant replaces this one number. Variants are raced: all of them are built side by side and judged in quick mode. The
-fastest ones are then judged in strict mode, with new inputs and weights, and with more careful times."""
+fastest ones are then judged in strict mode, with new inputs and weights, and with more careful times. The given
+solution is judged in strict mode, too, during the race."""
 
 import json
 import math
@@ -172,18 +173,21 @@ async def tune(task: Task, solution: Solution, sandbox: Sandbox, most: int, say:
         raise TaskError("the solution declares no parameter: expected a line such as `// tune: BLOCK 64 128 256`")
     variants = variants_of(solution, parameters, most)
 
+    async def judge_strictly(variant: Variant) -> None:
+        variant.strict = await sandbox.evaluate(task, variant.solution, "strict")
+        say(f"{variant.said}, strict: {_in_short(variant.strict)}")
+
     async def judge(variant: Variant) -> None:
         variant.quick = await sandbox.evaluate(task, variant.solution)
         say(f"{variant.said}: {_in_short(variant.quick)}")
+        if variant is variants[0] and _quick_seconds(variant) < math.inf:  # to say how much is gained in the end
+            await judge_strictly(variant)  # the baselines of strict mode are measured beside the other variants
 
     await run_many([partial(judge, variant) for variant in variants], IN_FLIGHT)
-    timed = _by_time(variants)
-    finalists = timed[:FINALISTS]
-    if variants[0] in timed and variants[0] not in finalists:
-        finalists.append(variants[0])  # to say how much was gained
-    for variant in finalists:
-        variant.strict = await sandbox.evaluate(task, variant.solution, "strict")
-        say(f"{variant.said}, strict: {_in_short(variant.strict)}")
+    for variant in _by_time(variants)[:FINALISTS]:
+        if variant.strict is None:
+            await judge_strictly(variant)
+    finalists = [variant for variant in variants if variant.strict]
     best = max((one for one in finalists if _strict_factor(one)), key=_strict_factor, default=None)
     return Tuning(variants, best, math.prod(len(one.values) for one in parameters))
 

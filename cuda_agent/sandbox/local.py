@@ -218,7 +218,8 @@ class LocalSandbox:
         untimed = format.untimed.get(device, "") or (_ONLY_CHECKED if mode == "check" else "")
         traits = replace(format.traits, untimed=untimed)
         try:
-            made = self._load(task, solution, spec, first_pass_time), self._measure(task, not untimed and not again)
+            wanted = not untimed and not again
+            made = self._load(task, solution, spec, first_pass_time), self._measure(task, mode, wanted)
             (load, built), _ = await asyncio.gather(*made)
             request: EvaluateRequest = {
                 "task": _source(task), "format": solution.format, "traits": asdict(traits), "mode": mode,
@@ -264,22 +265,23 @@ class LocalSandbox:
             load["place"] = await self._place(task, solution)
         return load, time.monotonic() - begin
 
-    async def _measure(self, task: Task, wanted: bool) -> None:
-        """Measures the baselines of ``task`` (the times of the task's model) early, while the task's judge is busy with
-        another request. A prober (a judge that runs only tasks, without solutions) measures them. Does nothing if the
-        judge is idle, ``wanted`` is false, the baselines are known, the task is large (see ``MOST_BESIDE``), or there
-        are no probers (on a CPU). The task's judge then measures missing baselines when it needs them."""
+    async def _measure(self, task: Task, mode: Mode, wanted: bool) -> None:
+        """Measures the baselines of ``task`` (the times of the task's model) for ``mode`` early, while the task's judge
+        is busy with another request. A prober (a judge that runs only tasks, without solutions) measures them. Does
+        nothing if the judge is idle, ``wanted`` is false, the baselines are known, the task is large (see
+        ``MOST_BESIDE``), or there are no probers (on a CPU). The task's judge then measures missing baselines when it
+        needs them."""
         if not wanted or not self._probers:
             return
         file = baselines_file(self._settings, task.digest, self._judge(task).torch)
         async with self._measuring.setdefault(task.digest, asyncio.Lock()):  # once for all solutions of a task
             if (
                 self._judge(task).busy
-                and not read_baselines(file).compile_tried
+                and not read_baselines(file).known(mode)
                 and call_bytes(await self.spec(task)) <= MOST_BESIDE
             ):
                 with contextlib.suppress(TaskError, JudgeLost, SandboxUnready):
-                    await self._prober(task).ask(JudgeRequest.MEASURE, {"task": _source(task)})
+                    await self._prober(task).ask(JudgeRequest.MEASURE, {"task": _source(task), "mode": mode})
 
     async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
         """Builds the solution. Returns the request that makes a worker process load the solution. Raises

@@ -36,7 +36,7 @@ class JudgeRequest(StrEnum):
     CONFIGURE = "configure"  # JudgeSettings -> walls that failed, torch's version; the first request
     SPEC = "spec"  # {"task": TaskSource} -> TaskSpec
     EVALUATE = "evaluate"  # EvaluateRequest -> Verdict
-    MEASURE = "measure"  # {"task": TaskSource}: measures the task's baselines, if they are not known
+    MEASURE = "measure"  # {"task": TaskSource, "mode": Mode}: measures the baselines that a verdict of this mode needs
     PROBE = "probe"  # {"task": TaskSource, "compile": whether torch.compile is timed, too} -> Probe
 
 

@@ -18,7 +18,7 @@ from cuda_agent.sandbox.judge.baselines import baselines_file
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.messages import JudgeRequest, receive_frame
-from cuda_agent.sandbox.wire import Probe, Solution, TaskSpec, Tensor, Verdict
+from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, Tensor, Verdict
 from tests.sandbox.conftest import Running, task
 from tests.sandbox.judge.fakes import settings_in
 
@@ -268,11 +268,11 @@ def on_gpu(make: Callable[[Any], LocalSandbox], tmp_path: Path) -> LocalSandbox:
     return sandbox
 
 
-def asked_to_measure(sandbox: LocalSandbox, spec: TaskSpec = SPEC, wanted: bool = True) -> bool:
+def asked_to_measure(sandbox: LocalSandbox, spec: TaskSpec = SPEC, wanted: bool = True, mode: Mode = "quick") -> bool:
     prober: Any = sandbox._probers[0]
     prober.asked.clear()
     sandbox._specs[task().digest] = spec
-    asyncio.run(sandbox._measure(task(), wanted))
+    asyncio.run(sandbox._measure(task(), mode, wanted))
     return bool(prober.asked == [JudgeRequest.MEASURE])
 
 
@@ -288,6 +288,9 @@ def test_a_prober_measures_the_baselines_of_a_small_task_while_the_judge_is_busy
     file.parent.mkdir()
     file.write_text('{"compile_tried": true}')
     assert not asked_to_measure(on_gpu), "they are known"
+    assert asked_to_measure(on_gpu, mode="strict"), "strict mode needs more"
+    file.write_text('{"compile_tried": true, "strict": {"seconds": {}}}')
+    assert not asked_to_measure(on_gpu, mode="strict")
 
 
 def test_baselines_that_the_judge_has_measured_are_not_measured_again(
@@ -299,7 +302,7 @@ def test_baselines_that_the_judge_has_measured_are_not_measured_again(
 
     async def measure_beside_the_judge() -> None:
         async with timed.sandbox._judges[0]._turn:
-            await timed.sandbox._measure(task(), True)
+            await timed.sandbox._measure(task(), "quick", True)
 
     timed.wait(timed.sandbox.spec(task()))
     timed.wait(measure_beside_the_judge())
@@ -311,7 +314,7 @@ def test_a_prober_that_fails_costs_no_verdict(on_gpu: LocalSandbox, failure: Exc
     prober: Any = on_gpu._probers[0]
     prober.answers = [failure]
     on_gpu._specs[task().digest] = SPEC
-    asyncio.run(on_gpu._measure(task(), True))
+    asyncio.run(on_gpu._measure(task(), "quick", True))
     assert prober.asked == [JudgeRequest.MEASURE]
 
 

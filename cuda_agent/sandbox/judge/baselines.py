@@ -31,6 +31,10 @@ class Baselines:
     written: int | None = None  # bytes that the model writes for its outputs
     views: Views | None = None  # which outputs are only views, so that the model does not write them
 
+    def known(self, mode: str) -> bool:
+        """Returns whether all baselines that a verdict of ``mode`` needs were measured. Strict mode needs more."""
+        return self.compile_tried and (mode != "strict" or bool(self.strict))
+
     @property
     def compile_share(self) -> Spread | None:
         """torch.compile's time divided by eager's, with an interval: (lower end, value, upper end). ``None`` if

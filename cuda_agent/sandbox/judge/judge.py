@@ -182,7 +182,7 @@ class Judge:
         if request["again"]:
             prepared.baselines = Baselines()
             prepared.save()  # else they would be read again
-        prepared.read_baselines()
+        prepared.read_baselines(verdict.mode)
         # If baselines are missing, an untimed trial comes first: a wrong solution does not wait for their measurement,
         # and no candidate runs during it.
         known, measuring = prepared.measured(verdict.mode), {}
@@ -267,11 +267,14 @@ class Judge:
 
     @_once_more
     def measure(self, request: dict[str, Any]) -> None:
-        """Measures the baselines of the task in ``request``, if they are not known: the seconds per call of the task's
-        model in eager PyTorch and with ``torch.compile``."""
+        """Measures the baselines of the task in ``request`` that a verdict of the request's mode needs and that are not
+        known: the seconds per call of the task's model in eager PyTorch and with ``torch.compile``."""
         prepared = self.prepared(request["task"])
         prepared.draw_weights()  # as for every candidate
+        prepared.read_baselines(request["mode"])
         prepared.measure(compile=True)
+        if request["mode"] == "strict":
+            strict_baselines(prepared)
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
         """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON. If the task fails, the probe

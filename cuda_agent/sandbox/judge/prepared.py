@@ -266,9 +266,9 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Returns whether all baselines that a verdict needs are known. ``mode`` is ``quick`` or ``strict``; strict
-        mode needs more baselines. With simulated times, returns True."""
-        return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
+        """Returns whether all baselines that a verdict of ``mode`` needs are known. With simulated times, returns
+        True."""
+        return self._fixed or self.baselines.known(mode)
 
     def measure(self, compile: bool) -> None:
         """Measures the seconds per call of the model in eager PyTorch. If ``compile``, also measures those with
@@ -411,10 +411,10 @@ class PreparedTask:
         with self.lease.working():
             (oracle or self.oracle).close()
 
-    def read_baselines(self) -> None:
-        """Reads the baselines from the cache, where another judge process may have saved them. Does nothing if the
-        time with ``torch.compile`` has been measured already, or if times are simulated."""
-        if not self._fixed and not self.baselines.compile_tried:
+    def read_baselines(self, mode: str = "quick") -> None:
+        """Reads the baselines from the cache, where another judge process may have saved them. Does nothing if those
+        that ``mode`` needs are known (``measured``)."""
+        if not self.measured(mode):
             self.baselines = read_baselines(self._file())
 
     def _file(self) -> Path:

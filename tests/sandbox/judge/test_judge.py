@@ -12,7 +12,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import NotStarted
 from cuda_agent.sandbox.judge import judge as judges
-from cuda_agent.sandbox.judge import prepared
+from cuda_agent.sandbox.judge import prepared, strict
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
 from cuda_agent.sandbox.judge.judge import Judge
 from cuda_agent.sandbox.judge.reference_client import TaskKilled
@@ -115,7 +115,7 @@ def test_a_prober_refuses_a_large_task_and_holds_nothing_after_a_measurement(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = make(prober=True)
-    judge.measure({"task": source("a")})
+    judge.measure({"task": source("a"), "mode": "quick"})
     (kept,) = judge._prepared.values()
     judge.rest(keep=True)
     assert kept.oracle.alive
@@ -123,7 +123,7 @@ def test_a_prober_refuses_a_large_task_and_holds_nothing_after_a_measurement(
     assert not kept.oracle.alive and not judge._prepared
     monkeypatch.setattr(judges, "MOST_BESIDE", 1)
     with pytest.raises(TaskError, match="too large to run beside others"):
-        judge.measure({"task": source("b")})
+        judge.measure({"task": source("b"), "mode": "quick"})
     assert not judge._prepared
 
 
@@ -139,6 +139,29 @@ def test_baselines_are_measured_again_on_demand_and_not_read_from_the_cache(
     judge = make(clock="real")
     assert judge.evaluate(request())["eager_seconds"] == judge.evaluate(request())["eager_seconds"] == 2.0
     assert judge.evaluate(request() | {"again": True})["eager_seconds"] == 3.0
+
+
+def test_a_judge_takes_the_strict_baselines_that_a_prober_has_measured(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(task: prepared.PreparedTask) -> None:
+        task.baselines.eager, task.baselines.compile, task.baselines.compile_tried = 2.0, 1.0, True
+
+    def measure_at(precision: str, task: prepared.PreparedTask, entry: Any, found: dict[str, Any]) -> None:
+        found["seconds"][f"eager_{precision}"] = 2.0
+        measured.append(task)
+
+    measured: list[prepared.PreparedTask] = []
+    monkeypatch.setattr(prepared.PreparedTask, "_measure_compile", measure)
+    monkeypatch.setattr(prepared.PreparedTask, "samples", lambda *_: [[1.0]])
+    monkeypatch.setattr(strict, "_measure_at", measure_at)
+    judge, prober = make(clock="real"), make(clock="real", prober=True)
+    judge.evaluate(request())  # it knows those of quick mode before the prober adds the others
+    prober.measure({"task": source("a"), "mode": "quick"})
+    assert not measured
+    prober.measure({"task": source("a"), "mode": "strict"})
+    judge.evaluate(request() | {"mode": "strict"})
+    assert [task.settings.prober for task in measured] == [True]
 
 
 def test_prepared_tasks_are_bounded_by_their_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
