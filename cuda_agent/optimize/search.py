@@ -140,7 +140,7 @@ async def optimize(
                     probe, spec = looked
                     said = _baselines(probe, settings)
                     facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, said
-                    numbers = range(1, order.attempts + 1)
+                    numbers = range(1, max(order.attempts, *states, 0) + 1)  # after a resume, also those that began
                     told = [one for one in known if one.device == device] if order.learns else None
                     attempts = [Attempt(number, *facts, states.get(number, State()), told) for number in numbers]
                     why = await _run_attempts(attempts, order, findings, transcript, stop)

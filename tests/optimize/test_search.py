@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +204,24 @@ def test_later_attempts_start_from_solutions_of_earlier_ones_and_a_resumed_searc
     assert not run.kinds("parent"), "no attempt starts twice"
     assert resumed.why == "answer" and {event["attempt"] for event in run.kinds("ended")} == {1, 2, 3, 4}
     assert any("+ 0.0f" in text for event in run.kinds("verdict") for text in event["files"].values())
+
+
+def test_a_resumed_search_keeps_attempts_that_began_although_fewer_are_asked_for(run):
+    found = threading.Event()
+
+    def script(request):
+        if request.get("seed", 0) // 100_000 == 1 and not found.is_set():
+            found.wait(20)  # the second attempt finds a solution before the first one has an answer
+        return [[WRITE], [PROFILE], DONE][min(turn_of(request), 2)]
+
+    def stop(event):
+        if event["kind"] == "turn" and event["attempt"] == 2 and event["turn"] == 1:
+            found.set()
+        return found.is_set()
+
+    assert run(script, attempts=2, target=1000.0, search=False, stop_at=stop).why == "stopped"
+    assert run(script, attempts=1, target=1000.0, resume=True).why == "answer"
+    assert {event["attempt"] for event in run.kinds("ended")} == {1, 2}
 
 
 def test_a_search_whose_budget_is_spent_begins_no_more_attempts(run):
