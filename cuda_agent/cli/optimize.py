@@ -200,7 +200,7 @@ def _run_whole(order: Any, overrides: list[str], source: Path, folder: Path, res
     from contextlib import contextmanager
 
     from cuda_agent.optimize import screen, search
-    from cuda_agent.optimize.whole.run import optimize_whole
+    from cuda_agent.optimize.whole.run import Command, optimize_whole
 
     settings, cache = composed(overrides)
 
@@ -215,7 +215,8 @@ def _run_whole(order: Any, overrides: list[str], source: Path, folder: Path, res
     async def work() -> Any:
         stop = asyncio.Event()
         with search.on_interrupt(asyncio.get_running_loop(), stop):
-            return await optimize_whole(order, settings.sandbox, cache, source, folder, resume, show, watching, stop)
+            given = Command(order, settings.sandbox, cache, folder, show, watching, stop)
+            return await optimize_whole(given, source, resume)
 
     return asyncio.run(work())
 

@@ -97,12 +97,7 @@ async def optimize(
         OptimizeError: The model's address, the token limit or the folder cannot be used.
         ServedModelError: The model's server does not answer, or does not have the model.
         KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
-    try:
-        check_address(order.base_url, order.key_env)
-    except ServedModelError as error:
-        raise OptimizeError(f"--base-url: {error}") from None
-    if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
-        raise OptimizeError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
+    check_order(order)
     task = task_from_file(source)
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")
@@ -145,6 +140,19 @@ async def optimize(
         finally:
             transcript.close()
         return outcome
+
+
+def check_order(order: SearchOrder) -> None:
+    """Checks the address of the model's server, and that solutions are timed on the device.
+
+    Raises:
+        OptimizeError: One of them cannot be used."""
+    try:
+        check_address(order.base_url, order.key_env)
+    except ServedModelError as error:
+        raise OptimizeError(f"--base-url: {error}") from None
+    if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
+        raise OptimizeError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
 
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:

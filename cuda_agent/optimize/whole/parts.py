@@ -13,7 +13,8 @@ from cuda_agent.sandbox.wire import Tensor, printable
 
 LEAST_SHARE = 0.05  # of the time: a smaller part cannot make the model 5 % faster
 _SPLIT = 0.5  # a submodule with a larger share is split, if its own submodules have at least this much of its time
-_NAME = re.compile(r"[^\W\d]\w*|\d+")
+_LONGEST_NAME = 200  # bytes of a file's name are limited, too
+_NAME = re.compile(r"\w+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _separate(children: dict[str, list[Module]], name: str, whole: float) -> Ite
 
 def _module(item: Any) -> Module:
     name, seconds = item["name"], float(item["seconds"])
-    if not isinstance(name, str) or not all(map(_NAME.fullmatch, name.split("."))):
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME or not all(map(_NAME.fullmatch, name.split("."))):
         raise ValueError(f"the submodule {name!r}")
     if not 0 <= seconds < float("inf"):
         raise ValueError(f"the submodule {name} takes {seconds} s")

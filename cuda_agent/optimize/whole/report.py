@@ -1,11 +1,13 @@
 """Results of ``cuda-agent optimize --whole``: as lines for a terminal, and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cuda_agent.agent.progress import Goal
 from cuda_agent.optimize.verdict_text import verdict_lines
+from cuda_agent.optimize.whole.folder import Spent
 from cuda_agent.optimize.whole.parts import Part
 from cuda_agent.pages.charts import factor
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Verdict, printable
@@ -47,11 +49,18 @@ class WholeOutcome:
     results: list[PartResult]
     verdict: Verdict | None  #: strict, on the model with the kept solutions; None if none is kept
     why: str  #: why the last search ended, a key of ``progress.ENDS``
-    reached: bool  #: whether the model reaches the goal
+    goal: Goal  #: what the user asked for, of each part and of the model
+    spent: Spent  #: by all searches
+
+    @property
+    def reached(self) -> bool:
+        """Whether the model reaches the goal."""
+        return self.verdict is not None and self.goal.reached(self.verdict)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": "outcome", "folder": str(self.folder), "why": self.why, "reached": self.reached,
+            "spent": asdict(self.spent),
             "parts": [result.to_json() for result in self.results],
             "verdict": self.verdict.to_json() if self.verdict else None,
         }  # fmt: skip
@@ -82,7 +91,8 @@ def outcome_lines(outcome: WholeOutcome) -> list[str]:
     if outcome.verdict is None:
         return [*lines, "no part makes the whole model faster"]
     files = (f"{outcome.folder}/model_new.py   from model_new import ModelNew", f"{outcome.folder}/parts.json")
-    return [*lines, *verdict_lines(outcome.verdict), "", *files]
+    goal = [] if outcome.goal.is_none else [f"{outcome.goal} is {'reached' if outcome.reached else 'not reached'}"]
+    return [*lines, *verdict_lines(outcome.verdict), *goal, "", *files]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

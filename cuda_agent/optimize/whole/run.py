@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,53 +39,50 @@ Show = Callable[[dict[str, Any], Sequence[str]], None]
 Judge = Callable[[Sequence[PartResult]], Awaitable[Verdict | None]]
 
 
-async def optimize_whole(
-    order: SearchOrder,
-    settings: SandboxConfig,
-    cache: Path,
-    source: Path,
-    folder: Path,
-    resume: bool,
-    show: Show,
-    watching: Callable[[str], AbstractContextManager[Watch]],
-    stop: asyncio.Event,
-) -> WholeOutcome:
-    """Makes the model in ``source`` faster part by part, and writes the result into ``folder``.
+@dataclass(frozen=True)
+class Command:
+    """What a person asked for, and how to reach the person."""
 
-    Args:
-        show: Shows the events of the whole command.
-        watching: Returns a context that yields a function for the events of a part's search.
-        stop: An event that a person sets; the searches then end, and what was found is judged.
+    order: SearchOrder
+    settings: SandboxConfig
+    cache: Path
+    folder: Path  #: of the result
+    show: Show  #: shows the events of the whole command
+    watching: Callable[[str], AbstractContextManager[Watch]]  #: yields a function for the events of a part's search
+    stop: asyncio.Event  #: set by a person; the searches then end, and what was found is judged
+
+
+async def optimize_whole(command: Command, source: Path, resume: bool) -> WholeOutcome:
+    """Makes the model in the file ``source`` faster part by part, and writes the result into the command's folder.
+    With ``resume``, this folder holds searches to continue.
 
     Raises:
         TaskError: The model cannot be read or run.
         SandboxUnready: The sandbox cannot start.
         OptimizeError: The model has no parts, or the settings or the folder cannot be used.
         ServedModelError: The language model's server does not answer, and nothing has been found yet.
-        KeyboardInterrupt: ``stop`` was set before anything was found."""
-    task = task_from_file(source)
+        KeyboardInterrupt: A person stopped the command before anything was found."""
+    search.check_order(command.order)
+    task, order, settings, folder = task_from_file(source), command.order, command.settings, command.folder
     with opened(order, settings, task, folder, resume):
-        async with open_sandbox(settings, cache) as sandbox:
-            parts = await _looked_at(task, settings, folder, sandbox, show, stop)
+        async with open_sandbox(settings, command.cache) as sandbox:
+            parts = await _looked_at(task, command, sandbox)
         event = {"kind": "parts", "parts": [PartResult(part).to_json() for part in parts]}
-        show(event, part_lines(parts))
-        results, why = await _search_all(parts, task, order, settings, cache, folder, show, watching, stop)
-        stop.clear()
+        command.show(event, part_lines(parts))
+        results, why = await _search_all(parts, task, command)
+        command.stop.clear()
         verdict = None
         if any(result.solution for result in results):
-            async with open_sandbox(settings, cache) as sandbox:
-                verdict = await _put_together(results, task, order, settings, sandbox, folder, show, stop)
-        reached = verdict is not None and order.terms.goal.reached(verdict)
-        outcome = WholeOutcome(folder, results, verdict, why, reached)
+            async with open_sandbox(settings, command.cache) as sandbox:
+                verdict = await _put_together(results, task, command, sandbox)
+        spent = sum((read_search(part_folder(folder, part), order).spent for part in parts), Spent())
         write_whole(folder / "parts.json", json.dumps([result.to_json() for result in results], indent=1))
-        return outcome
+        return WholeOutcome(folder, results, verdict, why, order.terms.goal, spent)
 
 
-async def _looked_at(
-    task: Task, settings: SandboxConfig, folder: Path, sandbox: Any, show: Show, stop: asyncio.Event
-) -> list[Part]:
+async def _looked_at(task: Task, command: Command, sandbox: Any) -> list[Part]:
     """Checks the model, and returns its parts: those of the trace in ``folder``, or of a new trace."""
-    file = folder / "trace.json"
+    file, settings, stop, show = command.folder / "trace.json", command.settings, command.stop, command.show
     if file.is_file():
         try:
             return parts_of(json.loads(file.read_text()))
@@ -116,25 +114,16 @@ async def _or_interrupt(stop: asyncio.Event, work: Coroutine[Any, Any, Any], san
     return result
 
 
-async def _search_all(
-    parts: Sequence[Part],
-    task: Task,
-    order: SearchOrder,
-    settings: SandboxConfig,
-    cache: Path,
-    folder: Path,
-    show: Show,
-    watching: Callable[[str], AbstractContextManager[Watch]],
-    stop: asyncio.Event,
-) -> tuple[list[PartResult], str]:
+async def _search_all(parts: Sequence[Part], task: Task, command: Command) -> tuple[list[PartResult], str]:
     """Searches a solution for each part that has a notable share of the time.  Returns a result for each of ``parts``,
     and the reason why the last search ended."""
+    order, folder = command.order, command.folder
     results = [PartResult(part, part.left_out) for part in parts]
     wanted = [result for result in results if not result.note]
     errors: list[Exception] = []
     why = ""
     for number, result in enumerate(wanted):
-        part, place = result.part, part_folder(folder, result.part)
+        place = part_folder(folder, result.part)
         spent = sum((read_search(part_folder(folder, one.part), order).spent for one in wanted), Spent())
         known = read_search(place, order)
         own = order_for(order, [one.part for one in wanted[number:]], spent, known.spent)
@@ -143,25 +132,18 @@ async def _search_all(
         elif own is None and not known.done:
             result.note = "no budget is left"
         elif own is not None and not known.done:
-            heading = f"part {number + 1} of {len(wanted)}: {part.title}, {part.share:.0%} of the time"
-            show({"kind": "part", "part": part.module.name, "share": part.share, "bound": part.bound}, ["", heading])
-            source = place.with_name(f"{place.name}.py")
-            source.parent.mkdir(exist_ok=True)
-            source.write_text(task_of(part, task.code))
             try:
-                with watching(part.module.name) as watch:
-                    outcome = await search.optimize(own, settings, cache, source, place, known.begun, watch, stop)
-                why = outcome.why
+                why = await _search(result.part, f"part {number + 1} of {len(wanted)}", own, task, command, known.begun)
             except KeyboardInterrupt:
                 if not any(one.solution for one in wanted):
                     raise
                 why = "stopped"
             except (TaskError, OptimizeError, ServedModelError) as error:
-                if isinstance(error, ServedModelError):
-                    why = "server"
+                why = "server" if isinstance(error, ServedModelError) else why
                 errors.append(error)
                 result.note = printable(str(error))
-                show({"kind": "note", "part": part.module.name, "text": result.note}, [f"left out: {result.note}"])
+                event = {"kind": "note", "part": result.part.module.name, "text": result.note}
+                command.show(event, [f"left out: {result.note}"])
         known = read_search(place, order)
         if known.solution and known.verdict and known.verdict.status == "ok":
             slow = (known.verdict.speedup_eager or 0.0) <= 1.0
@@ -169,23 +151,30 @@ async def _search_all(
             result.solution = None if slow else known.solution
         elif known.begun:
             result.note = result.note or "no solution was found"
-    if errors and not any((part_folder(folder, one.part) / "transcript.jsonl").exists() for one in wanted):
+    if errors and not any(read_search(part_folder(folder, one.part), order).begun for one in wanted):
         raise errors[0]
     return results, why
 
 
-async def _put_together(
-    results: Sequence[PartResult],
-    task: Task,
-    order: SearchOrder,
-    settings: SandboxConfig,
-    sandbox: Any,
-    folder: Path,
-    show: Show,
-    stop: asyncio.Event,
-) -> Verdict | None:
+async def _search(part: Part, place: str, order: SearchOrder, task: Task, command: Command, resume: bool) -> str:
+    """Searches a solution for ``part``, and returns why the search ended.  ``place`` is its number, in words."""
+    name, folder = part.module.name, part_folder(command.folder, part)
+    event = {"kind": "part", "part": name, "share": part.share, "bound": part.bound}
+    command.show(event, ["", f"{place}: {part.title}, {part.share:.0%} of the time"])
+    source = folder.with_name(f"{folder.name}.py")
+    source.parent.mkdir(exist_ok=True)
+    source.write_text(task_of(part, task.code))
+    with command.watching(name) as watch:
+        outcome = await search.optimize(
+            order, command.settings, command.cache, source, folder, resume, watch, command.stop
+        )
+    return outcome.why
+
+
+async def _put_together(results: Sequence[PartResult], task: Task, command: Command, sandbox: Any) -> Verdict | None:
     """Judges the model with the solutions in it, keeps the fastest set and writes it to ``folder``.  Returns its strict
     verdict, or None if no solution makes the model faster."""
+    settings, folder = command.settings, command.folder
     found = [result for result in results if result.solution]
     for result in found:
         result.spec = await sandbox.spec(Task(result.part.module.name, task_of(result.part, task.code)))
@@ -196,12 +185,13 @@ async def _put_together(
 
     async def judge(chosen: Sequence[PartResult]) -> Verdict | None:
         titles = [one.part.title for one in chosen]
-        show({"kind": "judging", "parts": titles}, [f"measuring the whole model with {', '.join(titles)}"])
-        verdict: Verdict | None = await search.unless(stop, sandbox.evaluate(task, solution(chosen), "strict"), sandbox)
+        command.show({"kind": "judging", "parts": titles}, [f"measuring the whole model with {', '.join(titles)}"])
+        work = sandbox.evaluate(task, solution(chosen), "strict")
+        verdict: Verdict | None = await search.unless(command.stop, work, sandbox)
         if verdict is not None:
             gain = f"{verdict.speedup_eager:.2f}×" if verdict.speedup_eager else printable(verdict.message)[:200]
             event = {"kind": "integrated", "parts": titles, "verdict": verdict.to_json()}
-            show(event, [f"  {verdict.status}, {gain}"])
+            command.show(event, [f"  {verdict.status}, {gain}"])
         return verdict
 
     verdict = await keep_fastest(found, judge)

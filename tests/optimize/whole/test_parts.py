@@ -55,6 +55,7 @@ def test_equal_submodules_are_one_part():
         {"seconds": 1.0, "modules": [module("../../etc", 1)]},
         {"seconds": 1.0, "modules": [module("a/b", 1)]},
         {"seconds": 1.0, "modules": [module("", 1)]},
+        {"seconds": 1.0, "modules": [module("a" * 300, 1)]},
         {"seconds": 1.0, "modules": [module("a", math.inf)]},
         {"seconds": 1.0, "modules": [module("a", -1.0)]},
         {"seconds": 1.0, "modules": [module("a", 1, inputs=[["x", "float32"]])]},

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from chat_server import call, serve, turn_of
@@ -21,6 +23,7 @@ from cuda_agent.policy.served import ServedModelError
 from tests import made_once
 
 pytestmark = pytest.mark.nightly
+ROOT = Path(__file__).parents[3]
 
 MODEL = """import torch
 
@@ -174,9 +177,8 @@ class Whole:
             terms = replace(TERMS, target=1000.0)
             order = SearchOrder(**({"base_url": url, "model": "scripted", "terms": terms} | changes))
             out = self.folder / "out"
-            return await whole_run.optimize_whole(
-                order, settings, self.shared.cache, source, out, resume, show, watching, stop
-            )
+            command = whole_run.Command(order, settings, self.shared.cache, out, show, watching, stop)
+            return await whole_run.optimize_whole(command, source, resume)
 
         with serve(script) as self.served:
             return self.shared.runner.run(work(self.served.url))
@@ -276,3 +278,22 @@ def test_a_part_for_which_no_budget_is_left_is_left_out_and_the_others_are_judge
     assert outcome.verdict and by_name(outcome)[STEPS_NAMES].kept
     assert "steps.0" in whole.asked() and len(set(whole.asked())) < 3
     assert any(note.startswith("--tokens") or note == "no budget is left" for note in notes.values()), notes
+
+
+def test_the_command_refuses_a_model_of_one_layer_and_a_folder_of_another_kind(tmp_path, cache):
+    (tmp_path / "one.py").write_text(ONE_LAYER)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_AGENT_HOME": str(cache.parent)}
+
+    def command(*arguments):
+        line = [sys.executable, "-m", "cuda_agent.cli", "optimize", "--whole", *arguments]
+        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    with serve(script) as served:
+        server = ("--base-url", served.url, "--model", "m", "--device", "cpu", "sandbox.clock=model")
+        done = command("one.py", *server)
+    assert done.returncode == 78 and "leave out --whole" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "one-optimized").exists()
+    order = {"order": asdict(SearchOrder("http://127.0.0.1:1/v1", "m")), "sandbox": {}}
+    (tmp_path / "run.json").write_text(json.dumps(order))
+    done = command("--resume", str(tmp_path))
+    assert done.returncode == 78 and "begun without --whole" in done.stderr
