@@ -3,6 +3,7 @@
 model.py          the problem                           run.json      settings, for --resume; holds no API key
 trace.json        the model's submodules and times      parts/NAME/   the search for the part NAME, as in ``folder``
 parts.json        what each part gained                 parts/NAME.py the task of the part
+report.html       a page about it
 solution/         the model with its parts replaced     verdict.json  its strict verdict
 model_new.py      the same as a program that compares itself with the original"""
 

@@ -1,7 +1,7 @@
 """Results of ``cuda-agent optimize --whole``: as lines for a terminal, and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ class PartResult:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "names": list(self.part.names), "class": self.part.module.kind, "share": self.part.share,
-            "bound": self.part.bound, "isolated": self.isolated.speedup_eager if self.isolated else None,
+            "title": self.part.title, "names": list(self.part.names), "class": self.part.module.kind,
+            "share": self.part.share, "bound": self.part.bound, "expected": self.expected, "kept": self.kept,
+            "isolated": self.isolated.speedup_eager if self.isolated else None,
             "isolated_compile": self.isolated.speedup_compile if self.isolated else None,
-            "expected": self.expected, "integrated": self.alone.speedup_eager if self.alone else None,
-            "kept": self.kept, "note": self.note,
+            "integrated": self.alone.speedup_eager if self.alone else None, "note": self.note,
         }  # fmt: skip
 
 
@@ -89,10 +89,11 @@ def outcome_lines(outcome: WholeOutcome) -> list[str]:
         ))  # fmt: skip
     lines = ["", *_table(rows), "(times as fast as eager PyTorch; expected: by Amdahl's law from the first two)", ""]
     if outcome.verdict is None:
-        return [*lines, "no part makes the whole model faster"]
-    files = (f"{outcome.folder}/model_new.py   from model_new import ModelNew", f"{outcome.folder}/parts.json")
+        return [*lines, f"no part makes the whole model faster; {outcome.folder}/report.html tells more"]
+    files = (f"{outcome.folder}/model_new.py   from model_new import ModelNew", f"{outcome.folder}/report.html")
     goal = [] if outcome.goal.is_none else [f"{outcome.goal} is {'reached' if outcome.reached else 'not reached'}"]
-    return [*lines, *verdict_lines(outcome.verdict), *goal, "", *files]
+    verdict = replace(outcome.verdict, advice=[])  # it would be about the code that puts the solutions in
+    return [*lines, *verdict_lines(verdict), *goal, "", *files]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -25,6 +25,7 @@ from cuda_agent.optimize.whole.parts import Part, parts_of
 from cuda_agent.optimize.whole.report import PartResult, WholeOutcome, part_lines
 from cuda_agent.optimize.whole.tasks import task_of, trace_of
 from cuda_agent.pages.charts import duration
+from cuda_agent.pages.whole import render
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.formats.solution_format import SolutionError
@@ -76,7 +77,10 @@ async def optimize_whole(command: Command, source: Path, resume: bool) -> WholeO
             async with open_sandbox(settings, command.cache) as sandbox:
                 verdict = await _put_together(results, task, command, sandbox)
         spent = sum((read_search(part_folder(folder, part), order).spent for part in parts), Spent())
-        write_whole(folder / "parts.json", json.dumps([result.to_json() for result in results], indent=1))
+        rows = [result.to_json() for result in results]
+        write_whole(folder / "parts.json", json.dumps(rows, indent=1))
+        where = f"{order.model} at {order.base_url}"
+        write_whole(folder / "report.html", render(task.name, task.code, rows, verdict, str(order.terms.goal), where))
         return WholeOutcome(folder, results, verdict, why, order.terms.goal, spent)
 
 

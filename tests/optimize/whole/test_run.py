@@ -212,7 +212,8 @@ def test_parts_that_make_the_model_faster_are_in_the_result_and_others_are_not(w
     out = whole.folder / "out"
     written = {path.name for path in out.iterdir()}
     assert written == {
-        "model.py", "model_new.py", "parts", "parts.json", "run.json", "solution", "trace.json", "verdict.json",
+        "model.py", "model_new.py", "parts", "parts.json", "report.html", "run.json", "solution", "trace.json",
+        "verdict.json",
     }  # fmt: skip
     told = json.loads((out / "parts.json").read_text())
     assert told[0]["names"] == ["steps.0", "steps.1"] and told[0]["kept"] is True and told[0]["integrated"] > 1.1
