@@ -141,7 +141,7 @@ async def _search_all(parts: Sequence[Part], task: Task, command: Command) -> tu
             except KeyboardInterrupt:
                 if not any(one.solution for one in wanted):
                     raise
-                why = "stopped"
+                why, result.note = "stopped", "not searched"
             except (TaskError, OptimizeError, ServedModelError) as error:
                 why = "server" if isinstance(error, ServedModelError) else why
                 errors.append(error)
