@@ -9,7 +9,13 @@ from cuda_agent.sandbox.wire import Probe, Verdict
 
 
 def render(
-    name: str, code: str, parts: Sequence[dict[str, Any]], verdict: Verdict | None, goal: str, where: str
+    name: str,
+    code: str,
+    parts: Sequence[dict[str, Any]],
+    verdict: Verdict | None,
+    compiled: bool,
+    goal: str,
+    where: str,
 ) -> str:
     """Returns the page as HTML.
 
@@ -18,6 +24,7 @@ def render(
         code: The model's source.
         parts: What became of each part (``PartResult.to_json``).
         verdict: The strict verdict on the model with its parts replaced; None if none makes it faster.
+        compiled: Whether torch.compile compiles what is not replaced.
         goal: What a person asked for, in words.
         where: Name and address of the language model, in words."""
     times = times_of(verdict, Probe()) if verdict else []
@@ -29,6 +36,7 @@ def render(
         parts=parts,
         outside=max(0.0, 1 - sum(part["share"] for part in parts)),
         verdict=verdict,
+        compiled=compiled,
         bars_of_times=times,
         ratios=ratios_of(verdict),
         goal=goal,

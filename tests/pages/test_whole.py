@@ -12,13 +12,21 @@ VERDICT = Verdict("ok", "python", "strict", "cpu", "real", "", 1.0, 1.5, 1.3, st
 
 
 def test_the_page_shows_each_part_alone_and_in_the_model():
-    page = render("net", "class Model: ...", [PART, OTHER], VERDICT, "target 1.05×", "m at http://x")
-    for said in ("1.50× as fast as eager", "3.00×", "1.67×", "60", "max-autotune fp32", "1 part of 2 replaced"):
+    page = render("net", "class Model: ...", [PART, OTHER], VERDICT, True, "target 1.05×", "m at http://x")
+    for said in (
+        "1.50× as fast as eager",
+        "3.00×",
+        "1.67×",
+        "60",
+        "max-autotune fp32",
+        "1 part of 2 replaced",
+        "torch.compile for the rest",
+    ):
         assert said in page, said
     assert 'href="parts/layers.0/report.html"' in page and 'href="parts/head' not in page
     assert "<b>Layer" not in page and "no &lt;gain&gt;" in page and "<script" not in page
 
 
 def test_the_page_is_whole_without_a_result():
-    page = render("net", "code", [OTHER], None, "no target", "m")
+    page = render("net", "code", [OTHER], None, False, "no target", "m")
     assert "no part makes the model faster" in page and "as fast as before" in page

@@ -13,13 +13,14 @@ class ModelNew(Model):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        _replace_parts(self, _PARTS)
+        _replace_parts(self, _PARTS, compiled={compiled})
 '''
 
 
-def joined(code: str, parts: Sequence[tuple[Part, Solution, TaskSpec]], device: str) -> Solution:
+def joined(code: str, parts: Sequence[tuple[Part, Solution, TaskSpec]], device: str, compiled: bool) -> Solution:
     """Returns a solution of the model with the source ``code``: its ``ModelNew`` is the model, in which solutions
-    replace parts.  ``parts`` holds the parts, with their solutions and the facts about their tasks."""
+    replace parts.  ``parts`` holds the parts, with their solutions and the facts about their tasks.  With ``compiled``,
+    torch.compile compiles the rest of the model."""
     rows = []
     for part, solution, spec in parts:
         text = module_code(_GIVEN, solution, spec, device)
@@ -28,5 +29,5 @@ def joined(code: str, parts: Sequence[tuple[Part, Solution, TaskSpec]], device: 
         ("The model as it was given.", code.rstrip()),
         ("The solutions of its parts.", f"_PARTS = [\n{''.join(rows)}]"),
         ("What puts them in.", body("whole/joined_model.py")),
-        ("", _END.strip()),
+        ("", _END.format(compiled=compiled).strip()),
     )})  # fmt: skip

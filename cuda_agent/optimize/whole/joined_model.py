@@ -10,8 +10,9 @@ from typing import Any as _Any
 import torch
 
 
-def _replace_parts(model: torch.nn.Module, parts: list[tuple[list[str], bool, str]]) -> None:
-    """Replaces submodules of ``model``.
+def _replace_parts(model: torch.nn.Module, parts: list[tuple[list[str], bool, str]], compiled: bool) -> None:
+    """Replaces submodules of ``model``.  With ``compiled``, torch.compile compiles the rest of the model at its first
+    call.
 
     Args:
         model: The model.
@@ -22,11 +23,12 @@ def _replace_parts(model: torch.nn.Module, parts: list[tuple[list[str], bool, st
         solution = _solution(names[0], code, type(old))
         for name in names:
             parent, _, child = name.rpartition(".")
-            setattr(
-                model.get_submodule(parent),
-                child,
-                _in_place_of(model.get_submodule(name), solution.ModelNew, takes_over),
-            )
+            new = _in_place_of(model.get_submodule(name), solution.ModelNew, takes_over)
+            if compiled:
+                new.forward = torch.compiler.disable(new.forward)  # type: ignore[method-assign]
+            setattr(model.get_submodule(parent), child, new)
+    if compiled:
+        model.compile()
 
 
 def _solution(name: str, code: str, kind: type) -> _Any:

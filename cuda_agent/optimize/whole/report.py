@@ -48,6 +48,7 @@ class WholeOutcome:
     folder: Path
     results: list[PartResult]
     verdict: Verdict | None  #: strict, on the model with the kept solutions; None if none is kept
+    compiled: bool  #: whether torch.compile compiles the rest of the model
     why: str  #: why the last search ended, a key of ``progress.ENDS``
     goal: Goal  #: what the user asked for, of each part and of the model
     spent: Spent  #: by all searches
@@ -60,7 +61,7 @@ class WholeOutcome:
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": "outcome", "folder": str(self.folder), "why": self.why, "reached": self.reached,
-            "spent": asdict(self.spent),
+            "spent": asdict(self.spent), "compiled": self.compiled,
             "parts": [result.to_json() for result in self.results],
             "verdict": self.verdict.to_json() if self.verdict else None,
         }  # fmt: skip
@@ -93,7 +94,8 @@ def outcome_lines(outcome: WholeOutcome) -> list[str]:
     files = (f"{outcome.folder}/model_new.py   from model_new import ModelNew", f"{outcome.folder}/report.html")
     goal = [] if outcome.goal.is_none else [f"{outcome.goal} is {'reached' if outcome.reached else 'not reached'}"]
     verdict = replace(outcome.verdict, advice=[])  # it would be about the code that puts the solutions in
-    return [*lines, *verdict_lines(verdict), *goal, "", *files]
+    rest = ["torch.compile compiles the rest of the model"] if outcome.compiled else []
+    return [*lines, *rest, *verdict_lines(verdict), *goal, "", *files]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -35,6 +35,7 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_whole
 
 _PAYS = 1.01  # a solution stays if it makes the model so many times as fast; less is within the noise
+_COMPILED = ", and torch.compile for the rest"
 Show = Callable[[dict[str, Any], Sequence[str]], None]
 """Shows an event: as JSON, or as lines for a person."""
 Judge = Callable[[Sequence[PartResult]], Awaitable[Verdict | None]]
@@ -72,16 +73,17 @@ async def optimize_whole(command: Command, source: Path, resume: bool) -> WholeO
         command.show(event, part_lines(parts))
         results, why = await _search_all(parts, task, command)
         command.stop.clear()
-        verdict = None
+        verdict, compiled = None, False
         if any(result.solution for result in results):
             async with open_sandbox(settings, command.cache) as sandbox:
-                verdict = await _put_together(results, task, command, sandbox)
+                verdict, compiled = await _put_together(results, task, command, sandbox)
         spent = sum((read_search(part_folder(folder, part), order).spent for part in parts), Spent())
         rows = [result.to_json() for result in results]
         write_whole(folder / "parts.json", json.dumps(rows, indent=1))
         where = f"{order.model} at {order.base_url}"
-        write_whole(folder / "report.html", render(task.name, task.code, rows, verdict, str(order.terms.goal), where))
-        return WholeOutcome(folder, results, verdict, why, order.terms.goal, spent)
+        page = render(task.name, task.code, rows, verdict, compiled, str(order.terms.goal), where)
+        write_whole(folder / "report.html", page)
+        return WholeOutcome(folder, results, verdict, compiled, why, order.terms.goal, spent)
 
 
 async def _looked_at(task: Task, command: Command, sandbox: Any) -> list[Part]:
@@ -175,52 +177,58 @@ async def _search(part: Part, place: str, order: SearchOrder, task: Task, comman
     return outcome.why
 
 
-async def _put_together(results: Sequence[PartResult], task: Task, command: Command, sandbox: Any) -> Verdict | None:
-    """Judges the model with the solutions in it, keeps the fastest set and writes it to ``folder``.  Returns its strict
-    verdict, or None if no solution makes the model faster."""
+async def _put_together(
+    results: Sequence[PartResult], task: Task, command: Command, sandbox: Any
+) -> tuple[Verdict | None, bool]:
+    """Judges the model with the solutions in it, keeps the fastest set, with or without torch.compile for the rest of
+    the model, and writes it to the command's folder.  Returns its strict verdict, or None if no solution makes the
+    model faster, and whether the rest is compiled."""
     settings, folder = command.settings, command.folder
     found = [result for result in results if result.solution]
     for result in found:
         result.spec = await sandbox.spec(Task(result.part.module.name, task_of(result.part, task.code)))
 
-    def solution(chosen: Sequence[PartResult]) -> Solution:
+    def solution(chosen: Sequence[PartResult], compiled: bool = False) -> Solution:
         parts = [(one.part, one.solution, one.spec) for one in chosen if one.solution and one.spec]
-        return joined(task.code, parts, settings.device)
+        return joined(task.code, parts, settings.device, compiled)
 
-    async def judge(chosen: Sequence[PartResult]) -> Verdict | None:
+    async def judge(chosen: Sequence[PartResult], compiled: bool = False) -> Verdict | None:
         titles = [one.part.title for one in chosen]
-        command.show({"kind": "judging", "parts": titles}, [f"measuring the whole model with {', '.join(titles)}"])
-        work = sandbox.evaluate(task, solution(chosen), "strict")
+        text = f"measuring the whole model with {', '.join(titles)}" + (_COMPILED if compiled else "")
+        command.show({"kind": "judging", "parts": titles, "compiled": compiled}, [text])
+        work = sandbox.evaluate(task, solution(chosen, compiled), "strict")
         verdict: Verdict | None = await search.unless(command.stop, work, sandbox)
         if verdict is not None:
             gain = f"{verdict.speedup_eager:.2f}×" if verdict.speedup_eager else printable(verdict.message)[:200]
-            event = {"kind": "integrated", "parts": titles, "verdict": verdict.to_json()}
+            event = {"kind": "integrated", "parts": titles, "compiled": compiled, "verdict": verdict.to_json()}
             command.show(event, [f"  {verdict.status}, {gain}"])
         return verdict
 
-    verdict = await keep_fastest(found, judge)
+    verdict, compiled = await keep_fastest(found, judge), False
     kept = [result for result in found if result.kept]
+    if verdict is not None and _speed(faster := await judge(kept, compiled=True)) > _PAYS * _speed(verdict):
+        verdict, compiled = faster, True
     shutil.rmtree(folder / "solution", ignore_errors=True)
     if verdict is None:
         for name in ("verdict.json", "model_new.py"):
             (folder / name).unlink(missing_ok=True)
-        return None
-    best = solution(kept)
+        return None, False
+    best = solution(kept, compiled)
     write_solution(folder / "solution", best.files)
     write_whole(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
     try:
-        text = model_new(task.code, best, await sandbox.spec(task), settings, _about(kept, verdict))
+        text = model_new(task.code, best, await sandbox.spec(task), settings, _about(kept, verdict, compiled))
     except SolutionError as error:
         raise OptimizeError(f"the result cannot be exported: {error}") from None
     write_whole(folder / "model_new.py", text)
-    return verdict
+    return verdict, compiled
 
 
-def _about(kept: Sequence[PartResult], verdict: Verdict) -> str:
+def _about(kept: Sequence[PartResult], verdict: Verdict, compiled: bool) -> str:
     names = ", ".join(name for result in kept for name in result.part.names)
     return (
         f"`from model_new import ModelNew`: {verdict.speedup_eager or 0:.2f} times as fast as eager PyTorch.\n"
-        f"Its submodules {names} are replaced by kernels.  For inference.\n"
+        f"Its submodules {names} are replaced{_COMPILED if compiled else ''}.  For inference.\n"
         "`python model_new.py` compares it with the original and prints the times.\n"
     )
 

@@ -106,7 +106,7 @@ def test_the_task_of_a_part_is_the_submodule_with_its_weights_and_its_true_input
 @pytest.mark.parametrize("format", SOLUTIONS)
 def test_the_model_with_replaced_parts_has_the_same_weights_and_outputs(part, format, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    solution = joined(MODEL, [(part, SOLUTIONS[format], SPEC)], "cpu")
+    solution = joined(MODEL, [(part, SOLUTIONS[format], SPEC)], "cpu", False)
     assert solution.format == "python" and problems(MODEL) == []
     module = load(solution.files["model_new.py"], f"joined_{format}.py")
     torch.manual_seed(1)

@@ -22,7 +22,7 @@ def outcome(kept):
     first = PartResult(PARTS[0], "" if kept else "no gain in the model", None, None, verdict(3.0), verdict(1.6), kept)
     whole = verdict(1.6, "python") if kept else None
     results = [first, PartResult(PARTS[1], PARTS[1].left_out)]
-    return WholeOutcome(Path("out"), results, whole, "answer", Goal(1.5), Spent(10, 2.0, 0.5))
+    return WholeOutcome(Path("out"), results, whole, kept, "answer", Goal(1.5), Spent(10, 2.0, 0.5))
 
 
 def test_the_table_of_parts_says_what_each_could_bring_and_what_is_left_out():
@@ -36,6 +36,7 @@ def test_the_result_has_the_gain_of_a_part_beside_that_of_the_model():
     lines = outcome_lines(outcome(kept=True))
     row = next(line for line in lines if line.startswith("blocks.0"))
     assert row.split()[4:8] == ["75%", "3.00×", "2.00×", "1.60×"] and row.endswith("in the result")
+    assert "torch.compile compiles the rest of the model" in lines
     assert "target 1.5× is reached" in lines and "out/model_new.py" in lines[-2]
     assert not any("about the code that joins" in line for line in lines)
     told = outcome(kept=True).to_json()

@@ -209,6 +209,8 @@ def test_parts_that_make_the_model_faster_are_in_the_result_and_others_are_not(w
     assert notes[("first",)] in ("no faster than eager PyTorch", "less than 5% of the time")
     assert notes[("shrink",)] == "no solution was found"
     assert "max_autotune_fp32" in outcome.verdict.strict["baselines"] | outcome.verdict.strict["failed"]
+    rest = [event for event in whole.events if event["kind"] == "integrated" and event["compiled"]]
+    assert [event["verdict"]["status"] for event in rest] == ["ok"], "torch.compile around the solutions"
     out = whole.folder / "out"
     written = {path.name for path in out.iterdir()}
     assert written == {
