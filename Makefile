@@ -61,7 +61,7 @@ test: environment
 DRILLS := tests/exploits/test_exploits.py tests/pipeline/test_smoke.py tests/pipeline/test_trace.py tests/rl/ray/test_ray.py tests/sandbox/test_faults.py \
 	tests/sandbox/service/test_load.py tests/sandbox/test_remote.py tests/sandbox/judge/test_verdicts.py \
 	tests/sandbox/formats/test_first_pass.py tests/sandbox/formats/test_stand_ins.py tests/stages/test_agentic.py \
-	tests/optimize/test_benchmark.py tests/optimize/test_evaluate_set.py tests/optimize/test_quirks.py tests/cluster/test_pod.py \
+	tests/optimize/test_benchmark.py tests/optimize/test_evaluate_set.py tests/optimize/test_quirks.py tests/optimize/whole/test_run.py tests/cluster/test_pod.py \
 	tests/test_packaging.py \
 	tests/test_examples.py tests/test_benchmarks.py tests/test_python_api.py tests/optimize/test_export.py tests/stages/test_stages.py \
 	tests/sandbox/service/test_service.py \

@@ -2,13 +2,14 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from typer import Argument, Context, Option
 
 from cuda_agent.cli.options import Device, TrainMode, command, command_group, composed, with_train_mode
-from cuda_agent.errors import ConfigError
+from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.format_names import Format
 
 commands = command_group()
@@ -20,6 +21,7 @@ commands = command_group()
     "cuda-agent optimize model.py --base-url https://api.example.com/v1 --model some-model",
     "cuda-agent optimize model.py --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --attempts 4 --minutes 30",
     "cuda-agent optimize model.py --base-url ... --model ... --money 2 --price-in 0.5 --price-out 2.5",
+    "cuda-agent optimize resnet.py --whole --base-url ... --model ... --minutes 240",
     "cuda-agent optimize --resume model-optimized --minutes 30",
 )
 def optimize(
@@ -110,6 +112,14 @@ def optimize(
             "'' for none [default: ~/.local/share/cuda-agent/lessons.md]",
         ),
     ] = None,
+    whole: Annotated[
+        bool,
+        Option(
+            "--whole",
+            help="for a model of several layers: optimize each submodule that has at least 5% of the time, and keep "
+            "those that make the whole model faster; all share the limits",
+        ),
+    ] = False,
     train_mode: TrainMode = False,
     as_json: Annotated[
         bool, Option("--json", help="print a line of JSON for each event, and one for the outcome")
@@ -127,12 +137,13 @@ def optimize(
     from cuda_agent.optimize import folder as folders
     from cuda_agent.optimize.evaluation import device_of
     from cuda_agent.optimize.lessons import standard_path
+    from cuda_agent.optimize.whole.folder import is_whole
     from cuda_agent.policy.served import ServedModelError
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
-    not_searched = ("arguments", "output", "resume", "train_mode", "as_json")  # the others are fields of the order
-    changes = {name: value for name, value in ctx.params.items() if value is not None and name not in not_searched}
+    others = ("arguments", "output", "resume", "whole", "train_mode", "as_json")  # not fields of the order
+    changes = {name: value for name, value in ctx.params.items() if value is not None and name not in others}
     if lessons:
         changes["lessons"] = str(Path(lessons).absolute())
     if resume is not None:
@@ -141,6 +152,9 @@ def optimize(
         if {"format", "device", "style"} & changes.keys():
             raise ConfigError("--resume goes on with the format, device and style of before")
         order, sandbox = folders.read_order(resume)
+        if whole and not is_whole(resume):
+            raise ConfigError(f"{resume} was begun without --whole: leave it out, or begin anew in another folder")
+        whole = is_whole(resume)
         folder, source = resume, resume / "model.py"
         overrides = [*_as_overrides(sandbox), *overrides]
     else:
@@ -156,6 +170,8 @@ def optimize(
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
     overrides = with_train_mode(overrides, train_mode)
     overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]
+    if whole:
+        _finish_whole(_run_whole(order, overrides, source, folder, resume is not None, as_json), as_json)
     outcome = _run(order, overrides, source, folder, resume is not None, as_json)
     nothing = outcome.best is None and outcome.why == "server"
     if as_json:
@@ -180,6 +196,43 @@ def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: b
             return await search.optimize(order, settings.sandbox, cache, source, folder, resume, watch, stop)
 
     return asyncio.run(work())
+
+
+def _run_whole(order: Any, overrides: list[str], source: Path, folder: Path, resume: bool, as_json: bool) -> Any:
+    import asyncio
+    from collections.abc import Iterator
+    from contextlib import contextmanager
+
+    from cuda_agent.optimize import screen, search
+    from cuda_agent.optimize.whole.run import Command, optimize_whole
+
+    settings, cache = composed(overrides)
+
+    def show(event: dict[str, Any], lines: Sequence[str]) -> None:
+        print(json.dumps(event, ensure_ascii=False) if as_json else "\n".join(lines), flush=True)
+
+    @contextmanager
+    def watching(part: str) -> Iterator[Any]:
+        with screen.watching(as_json) as watch:
+            yield lambda event: watch(event | {"part": part})
+
+    async def work() -> Any:
+        stop = asyncio.Event()
+        with search.on_interrupt(asyncio.get_running_loop(), stop):
+            given = Command(order, settings.sandbox, cache, folder, show, watching, stop)
+            return await optimize_whole(given, source, resume)
+
+    return asyncio.run(work())
+
+
+def _finish_whole(outcome: Any, as_json: bool) -> NoReturn:
+    from cuda_agent.optimize.whole.report import outcome_lines
+
+    print(
+        json.dumps(outcome.to_json(), ensure_ascii=False) if as_json else "\n".join(outcome_lines(outcome)), flush=True
+    )
+    failed = {"stopped": 130, "server": EXIT_RETRY}.get(outcome.why, EXIT_GATE)
+    sys.exit(EXIT_DONE if outcome.verdict else failed)
 
 
 def _as_overrides(sandbox: dict[str, Any]) -> list[str]:

@@ -71,18 +71,24 @@ def model_new(task_code: str, solution: Solution, spec: TaskSpec, settings: Sand
     Raises:
         SolutionError: The files are not a valid solution."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in about.splitlines())
-    exporter, original = _EXPORTERS.get(solution.format), "globals()"
-    code = (
-        exporter(task_code, solution, spec, settings.device)
-        if exporter
-        else solution.files[FORMATS[solution.format].entry]
-    )
-    parts = [_body("standalone_program.py")]
+    code, original = module_code(task_code, solution, spec, settings.device), "globals()"
+    parts = [body("standalone_program.py")]
     if solution.format != "plan":
-        parts, original = [*parts, f"_ORIGINAL = {_string(task_code)}"], "_names(_ORIGINAL)"
+        parts, original = [*parts, f"_ORIGINAL = {literal(task_code)}"], "_names(_ORIGINAL)"
     values = {"device": settings.device, "train": settings.train_mode, "tolerance": settings.tolerance}
     program = "\n\n\n".join([*parts, _END.format(original=original, **values).strip()])
-    return head + code.rstrip("\n") + "\n\n\n" + _joined(("What compares it with the original.", program))
+    return head + code.rstrip("\n") + "\n\n\n" + sections(("What compares it with the original.", program))
+
+
+def module_code(task_code: str, solution: Solution, spec: TaskSpec, device: str) -> str:
+    """Returns the part of ``model_new.py`` that defines ``ModelNew``, without the program that compares it with the
+    original.  In the format ``plan`` it begins with ``task_code``, which defines the class ``Model``.
+
+    Raises:
+        SolutionError: The files are not a valid solution."""
+    if exporter := _EXPORTERS.get(solution.format):
+        return exporter(task_code, solution, spec, device)
+    return solution.files[FORMATS[solution.format].entry]
 
 
 def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) -> str:
@@ -105,7 +111,7 @@ def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) ->
     else:
         parts, runner = (_LIBRARY | _GPU, "standalone_cuda.py"), "_OnCuda"
         values |= {"expressions": program.expressions, "nvrtc": _source("sandbox/build/nvrtc.py")}
-    return _joined(
+    return sections(
         ("The model as it was given.", task_code.rstrip()),
         ("The kernels.", f"_SOURCES = {_value(dict(sorted(sources.items())))}"),
         ("The plan, with every number worked out.", f"_PROGRAM = {_value(values)}"),
@@ -127,10 +133,10 @@ def _of_extension(task_code: str, solution: Solution, spec: TaskSpec, device: st
         ]  # fmt: skip
     code = solution.files["model_new.py"]
     start = f"_extension(_SOURCES, {units!r}, {device!r}, {flags!r}, {uses!r})"
-    return _joined(
+    return sections(
         ("The kernels and their bindings.", f"_SOURCES = {_value(dict(sorted(sources.items())))}"),
         ("What builds and calls them.", _runtime(_CPU | _BINDING, "standalone_extension.py")),
-        ("The solution's own module.", f"_MODULE = {_string(code)}\n\n_with_extension({start}, _MODULE, globals())"),
+        ("The solution's own module.", f"_MODULE = {literal(code)}\n\n_with_extension({start}, _MODULE, globals())"),
     )
 
 
@@ -156,15 +162,15 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
     package.  Instead of importing a module, the text defines a small one that holds only the needed definitions of the
     original.  ``shared`` lists these modules: variable for the module -> (the original in this package, names of the
     needed definitions)."""
-    bodies = [_body(name) for name in ("standalone_plan.py", part)]
+    bodies = [body(name) for name in ("standalone_plan.py", part)]
     modules = []
     for variable, (module, names) in shared.items():
         source = _definitions(_source(f"{module.replace('.', '/')}.py"), names)
-        modules.append(f"{variable} = _module({module!r}, {_string(source)})")
+        modules.append(f"{variable} = _module({module!r}, {literal(source)})")
     return "\n\n\n".join([bodies[0], *modules, bodies[1]])
 
 
-def _body(name: str) -> str:
+def body(name: str) -> str:
     """Returns the source of a module of this folder without its docstring and its imports from this package."""
     return _OURS.sub("", _source(f"optimize/{name}").partition('"""\n\n')[2]).strip()
 
@@ -219,11 +225,11 @@ def _described(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), tensor.dtype]
 
 
-def _joined(*sections: tuple[str, str]) -> str:
+def sections(*sections: tuple[str, str]) -> str:
     return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
 
 
-def _string(text: str) -> str:
+def literal(text: str) -> str:
     """Returns a Python literal of ``text``: a raw multi-line string if possible, else the ``repr``."""
     if "'''" not in text and not text.endswith(("'", "\\")) and all(c.isprintable() or c in "\n\t" for c in text):
         return f"r'''{text}'''"
@@ -234,6 +240,6 @@ def _value(values: dict[str, Any]) -> str:
     def written(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return "[\n" + "".join(f"        {item!r},\n" for item in value) + "    ]"
-        return _string(value) if isinstance(value, str) else repr(value)
+        return literal(value) if isinstance(value, str) else repr(value)
 
     return "{\n" + "".join(f"    {key!r}: {written(value)},\n" for key, value in values.items()) + "}"

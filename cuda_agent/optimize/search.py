@@ -102,12 +102,7 @@ async def optimize(
         UserError: The file of lessons cannot be read.
         ServedModelError: The model's server does not answer, or does not have the model.
         KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
-    try:
-        check_address(order.base_url, order.key_env)
-    except ServedModelError as error:
-        raise OptimizeError(f"--base-url: {error}") from None
-    if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
-        raise OptimizeError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
+    check_order(order)
     task = task_from_file(source)
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")
@@ -130,11 +125,11 @@ async def optimize(
                 transcript.tell("note", text=line)
             async with _served(order, states) as model:
                 transcript.tell("note", text=f"asking {order.base_url} for {order.model}", passing=True)
-                await _unless(stop, model.check())
+                await unless(stop, model.check())
                 if stop.is_set():
                     raise KeyboardInterrupt
                 async with open_sandbox(settings, cache) as sandbox:
-                    looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
+                    looked = await unless(stop, _look_at(task, sandbox, transcript), sandbox)
                     if looked is None:
                         raise KeyboardInterrupt
                     probe, spec = looked
@@ -147,7 +142,7 @@ async def optimize(
                     best = await _confirm(task, sandbox, findings, transcript, stop)
                     if order.learns and best and why != "stopped":
                         learning = _learn(Path(order.lessons), device, task, best, attempts, findings, transcript)
-                        await _unless(stop, learning)
+                        await unless(stop, learning)
             strict = best.strict if best else None
             goal = order.terms.goal
             reached = strict is not None and goal.reached(strict)
@@ -160,18 +155,40 @@ async def optimize(
         return outcome
 
 
+def check_order(order: SearchOrder) -> None:
+    """Checks the address of the model's server, and that solutions are timed on the device.
+
+    Raises:
+        OptimizeError: One of them cannot be used."""
+    try:
+        check_address(order.base_url, order.key_env)
+    except ServedModelError as error:
+        raise OptimizeError(f"--base-url: {error}") from None
+    if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
+        raise OptimizeError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
+
+
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
     transcript.tell("note", text="checking the problem, then timing eager PyTorch and torch.compile", passing=True)
-    probe = await sandbox.probe(task)
-    if probe.error:
-        raise TaskError(f"the problem does not run: {with_advice(printable(probe.error))}")
-    if not probe.deterministic:
-        raise TaskError("the same inputs give other outputs each time: nothing can be checked against this problem")
+    probe = await checked(task, sandbox)
     if found := ", ".join(probe.lets_through):
         transcript.tell("note", text=f"the check of this problem lets wrong answers through: {found}")
     spec = await sandbox.spec(task)
     transcript.tell("baselines", probe=probe.to_json())
     return probe, spec
+
+
+async def checked(task: Task, sandbox: Any, compile: bool = True) -> Probe:
+    """Returns the probe of ``task`` (see ``LocalSandbox.probe``).
+
+    Raises:
+        TaskError: The task does not run, or its outputs differ from call to call."""
+    probe: Probe = await sandbox.probe(task, compile)
+    if probe.error:
+        raise TaskError(f"the problem does not run: {with_advice(printable(probe.error))}")
+    if not probe.deterministic:
+        raise TaskError("the same inputs give other outputs each time: nothing can be checked against this problem")
+    return probe
 
 
 def _baselines(probe: Probe, settings: SandboxConfig) -> str:
@@ -240,7 +257,7 @@ def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Find
         attempt.start_from(parent, attempts[parent.attempt - 1].state.messages)
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any = None) -> Any:
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any = None) -> Any:
     """Returns the result of ``work``.  If ``stop`` is set first, cancels ``work``, kills a local ``sandbox``, and
     returns None."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
@@ -273,7 +290,7 @@ async def _confirm(
         if best is None or best.strict is not None:  # a solution that strict mode refuses ranks last
             break
         transcript.tell("note", text="measuring the best solution strictly", passing=True)
-        verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
+        verdict: Verdict | None = await unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
         if verdict is not None:
             said = {"verdict": verdict.to_json(), "files": best.solution.files, "factor": factor(verdict)}
             transcript.tell("verdict", attempt=best.attempt, command="end", **said)

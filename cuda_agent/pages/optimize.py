@@ -53,8 +53,8 @@ def render(
         ended=ENDS.get(why, why),
         where=where,
         spent=next((event for event in reversed(events) if event["kind"] == "spent"), None),
-        bars_of_times=_times(verdict, probe),
-        ratios=_ratios(verdict),
+        bars_of_times=times_of(verdict, probe),
+        ratios=ratios_of(verdict),
         baselines=BASELINES,
         rooflines=_roofline(verdict),
         files=sorted(files, key=lambda item: not item[0].startswith("kernels/")),
@@ -65,7 +65,7 @@ def render(
     )
 
 
-def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
+def times_of(verdict: Verdict | None, probe: Probe) -> list[Bar]:
     if verdict is None:
         known = [("eager", probe.eager_seconds), ("torch.compile", probe.compile_seconds)]
         return [(label, seconds, duration(seconds), "quiet") for label, seconds in known if seconds]
@@ -88,7 +88,7 @@ def _baselines(verdict: Verdict) -> list[tuple[str, float, Sequence[float] | Non
     return [(name, seconds, ends) for name, seconds, ends in known if seconds]
 
 
-def _ratios(verdict: Verdict | None) -> Markup | None:
+def ratios_of(verdict: Verdict | None) -> Markup | None:
     """Draws the solution's speed-up over each baseline, with an interval.  Returns None if intervals are unknown."""
     if not verdict or not verdict.seconds:
         return None
