@@ -513,6 +513,31 @@ def test_stages_with_a_gpu_and_pools_with_a_gpu_tolerate_its_nodes():
 
 
 @needs_helm
+def test_a_stage_knows_the_gpus_that_it_and_the_runs_servers_have():
+    """A budget of GPU-hours counts them (`pipeline/budget.py`)."""
+    engine = {"replicas": 3, "claim": "weights", "resources": {"limits": {"nvidia.com/gpu": 4}}}
+    workers = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+    judges = {"evaluate": {"replicas": 2}}
+    items = objects(merged(ALONE, {"profiles": {"gpu": {"engine": engine, "ray": workers, "pools": judges}}}))
+    (made,) = of_kind(items, "WorkflowTemplate", "-gpu-")
+    by_name = steps(made)
+    environment = {
+        name: {one["name"]: one.get("value", "") for one in by_name[name]["container"]["env"]}
+        for name in ("agentic", "report", "finish", "agentic-ray")
+    }
+    shared = {"ray": 8, "sandboxes": 2, "engines": 12}
+    assert json.loads(environment["agentic"]["CUDA_AGENT_GPUS"]) == {"stage": 1, **shared}
+    assert json.loads(environment["report"]["CUDA_AGENT_GPUS"]) == {"stage": 0, **shared}
+    assert "CUDA_AGENT_GPUS" not in environment["finish"]
+    head = json.loads(environment["agentic-ray"]["CUDA_AGENT_RAY"])[-1]["spec"]["rayClusterSpec"]["headGroupSpec"]
+    of_head = {one["name"]: one.get("value") for one in head["template"]["spec"]["containers"][0]["env"]}
+    assert json.loads(of_head["CUDA_AGENT_GPUS"])["ray"] == 8
+    (cpu,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    of_cpu = {one["name"]: one.get("value") for one in steps(cpu)["agentic"]["container"]["env"]}
+    assert json.loads(of_cpu["CUDA_AGENT_GPUS"]) == {"stage": 0, "ray": 0, "sandboxes": 0, "engines": 0}
+
+
+@needs_helm
 def test_every_pod_of_a_run_has_the_annotations_that_keep_its_node():
     items = objects(WITH_OTHERS)
     patterns: list[Any] = [
