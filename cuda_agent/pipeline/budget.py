@@ -72,7 +72,7 @@ def metered(uri: str, run: str, stage: str, budget: float | None) -> Iterator[Ca
 
     def why() -> BudgetSpent:
         return BudgetSpent(
-            f"The run has used {meter.hours():.2f} of {budget:g} GPU-hours (run.gpu_hours). A run with a higher budget "
+            f"The run has used {meter.hours():.3g} of {budget:g} GPU-hours (run.gpu_hours). A run with a higher budget "
             "takes what is finished from the cache, and goes on from the last checkpoint."
         )
 

@@ -232,6 +232,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         for path in LEAVES
         if path.startswith("profiles.") and ".engine." in path
     },
+    **{f"profiles.{one}.queuePriority": {"profiles": {one: {"queue": "q"}}} for one in ("cpu", "gpu")},
     "mlflow.backendSecret": {"mlflow": {"backendUri": "postgresql://a@b/c", "backendSecret": "t"}},
     **{
         f"profiles.{one}.base": {"profiles": {other: {"defaults": {"nodeSelector": {"pool": "of-the-base"}}}}}
@@ -535,6 +536,28 @@ def test_a_stage_knows_the_gpus_that_it_and_the_runs_servers_have():
     (cpu,) = of_kind(items, "WorkflowTemplate", "-cpu-")
     of_cpu = {one["name"]: one.get("value") for one in steps(cpu)["agentic"]["container"]["env"]}
     assert json.loads(of_cpu["CUDA_AGENT_GPUS"]) == {"stage": 0, "ray": 0, "sandboxes": 0, "engines": 0}
+
+
+@needs_helm
+def test_kueue_finds_the_queue_and_the_priority_on_every_pod_that_works():
+    queue = {"queue": "team-a", "queuePriority": "urgent"}
+    items = objects(merged(ALONE, {"profiles": {"cpu": queue}}))
+    wanted = {"kueue.x-k8s.io/queue-name": "team-a", "kueue.x-k8s.io/priority-class": "urgent"}
+    servers = [one for one in [*pools(items), *engines(items)] if one["kind"] == "StatefulSet"]
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    small = ("prepare", "finish")
+    for name, one in steps(made).items():
+        if "container" in one:
+            labels = one["metadata"]["labels"]
+            works = name not in small and not name.endswith("-ray")  # those only wait: a RayJob has the labels
+            assert (wanted.items() <= labels.items()) == works, name
+    (ray,) = [one["value"] for one in steps(made)["prepare"]["container"]["env"] if one["name"] == "CUDA_AGENT_RAY"]
+    (job,) = [one for one in json.loads(ray) if one["kind"] == "RayJob"]
+    for labels in [job["metadata"]["labels"], *(one["spec"]["template"]["metadata"]["labels"] for one in servers)]:
+        assert wanted.items() <= labels.items()
+    (other,) = of_kind(items, "WorkflowTemplate", "-gpu-")
+    assert "kueue.x-k8s.io" not in json.dumps(other)
+    assert "name a LocalQueue" in refusal(merged(ALONE, {"profiles": {"cpu": {"queuePriority": "urgent"}}}))
 
 
 @needs_helm

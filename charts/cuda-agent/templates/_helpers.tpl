@@ -205,6 +205,14 @@ place of nvidia.com/gpu: gpu.sharedClaim, if there is one and the pod may share 
 {{- $count -}}
 {{- end -}}
 
+{{/* Labels by which Kueue knows the queue and the priority of a profile's pods, as JSON. */}}
+{{- define "cuda-agent.queue-labels" -}}
+{{- $labels := dict -}}
+{{- with .queue -}}{{- $_ := set $labels "kueue.x-k8s.io/queue-name" . -}}{{- end -}}
+{{- with .queuePriority -}}{{- $_ := set $labels "kueue.x-k8s.io/priority-class" . -}}{{- end -}}
+{{- $labels | toJson -}}
+{{- end -}}
+
 {{/* What a container of ours may do, as JSON. */}}
 {{- define "cuda-agent.container-security" -}}
 {{- dict "runAsNonRoot" true "readOnlyRootFilesystem" true "allowPrivilegeEscalation" false
