@@ -24,7 +24,7 @@ from cuda_agent.storage import Store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly]  # builds Kueue
 
-STEPS = 120  # a second each: the run of higher priority needs a minute to its first step
+STEPS = 90  # a second each: the run of higher priority needs a minute to its first step
 LENGTH = (f"agentic.steps={STEPS}",)
 GPUS = {"guest": 0, "urgent": 1}  # tenant -> the GPUs that are its own; a guest borrows
 PRIORITIES = {"guest": 100, "urgent": 1000}
@@ -164,9 +164,9 @@ def test_a_used_budget_ends_the_run_at_a_checkpoint(seen: Seen) -> None:
 
 def test_a_higher_priority_stops_ppo_after_its_step_and_within_the_grace_period(seen: Seen) -> None:
     first, second = seen.attempts
-    assert (first["phase"], first["outputs"]["exitCode"]) == ("Failed", "75"), first
-    assert second["phase"] == "Succeeded"
-    assert seen.stopped["code"] == 75 and seen.stopped["message"].endswith(f"of {STEPS}"), seen.stopped
+    assert first["phase"] in ("Failed", "Error") and second["phase"] == "Succeeded", first  # Error: the pod is gone
+    assert seen.stopped["code"] == 75, seen.stopped
+    assert seen.stopped["message"].startswith("stopped after step"), "it ended by itself"
     assert seen.evicted is not None
     seconds = (datetime.fromisoformat(first["finishedAt"]) - seen.evicted).total_seconds()
     print(f"\nevicted {seen.evicted}, ended after {seconds} s: {seen.stopped['message']}")
