@@ -65,6 +65,11 @@ class RunConfig(Section):
     parallel_stages: bool = key(
         False, "run independent stages side by side, unless one measures times (needs the memory and cores)"
     )
+    gpu_hours: float | None = key(
+        None,
+        "GPU-hours that the run may use; then its stages stop at a checkpoint (exit code 76); none: no limit",
+        gt=0,
+    )
     retries: int = key(2, "how often a stage that exits with 75 (try again) is restarted; not on a cluster", ge=0)
 
 

@@ -2,7 +2,8 @@
 
 from typing import ClassVar
 
-EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 78, 79
+EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_BUDGET, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 76, 78, 79
+FINAL = (EXIT_BUG, EXIT_BUDGET, EXIT_CONFIG, EXIT_GATE)  # of a stage that another attempt would not help
 
 
 class UserError(Exception):
@@ -49,3 +50,9 @@ class NotGoodEnough(StageError):
     """The result of a stage is below a minimum of the configuration, or the stage has no data to learn from."""
 
     exit_code = EXIT_GATE
+
+
+class BudgetSpent(StageError):
+    """The run has used the GPU-hours that its configuration allows."""
+
+    exit_code = EXIT_BUDGET

@@ -1,8 +1,8 @@
 """The command line.  Each command parses its arguments, calls the library and prints the result.
 
 Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
-can fix is printed without a traceback.  Exit codes: 75 try again later, 78 wrong configuration or input, 79 result
-not good enough."""
+can fix is printed without a traceback.  Exit codes: 75 try again later, 76 budget used, 78 wrong configuration
+or input, 79 result not good enough."""
 
 import difflib
 import json

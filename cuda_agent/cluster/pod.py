@@ -27,7 +27,7 @@ from cuda_agent.cluster import engines, rayjobs, run_pools, stage_metrics, trace
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.cluster.submit import submitter_of
 from cuda_agent.compose import load
-from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
+from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, FINAL, ConfigError, TryAgain, UserError
 from cuda_agent.pipeline import episodes, runs, trace
 from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
@@ -49,7 +49,6 @@ from cuda_agent.spans import new_id, span
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import read_progress
 
-_FINAL = (EXIT_CONFIG, EXIT_GATE, EXIT_BUG)  # exit codes after which Argo does not retry a step
 RECORD_SECONDS = 20.0  # longest wait for MLflow at the end of a pod
 LAST_RECORD_SECONDS = 60.0  # the same for finish, which records everything again: MLflow may be restarting
 
@@ -188,7 +187,7 @@ def prepare_failed(here: PodEnvironment, run: str, sha256: str, error: Exception
     message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(StoreError):
         open_store(here.store).put(prepare_entry(run, sha256), _outcome(code, message))
-    if code in _FINAL:
+    if code in FINAL:
         termination_message(here, message)
 
 
@@ -328,7 +327,7 @@ def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) ->
 
 def _explain(here: PodEnvironment, code: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-    if code in _FINAL:
+    if code in FINAL:
         termination_message(here, message)
 
 

@@ -130,7 +130,9 @@ def objects(
         servers: Addresses of the sandbox servers, separated by commas.
         config: The run's configuration.
         engines: Addresses of the vLLM servers that the run's stages share, separated by commas; empty: none."""
+    count = config.ray.workers + (config.ray.trainers if stage in _LEARN else 0)
     env = {
+        "CUDA_AGENT_RAY_PODS": str(count),
         "ARGO_NODE_ID": os.environ.get("ARGO_NODE_ID", ""),  # the stage's spans are below the node of this step
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -142,7 +144,7 @@ def objects(
     head, (actors,) = (job["rayClusterSpec"][key] for key in ("headGroupSpec", "workerGroupSpecs"))
     for group in (head, actors):
         group["template"]["spec"]["containers"][0]["env"] += pools.variables(env)
-    actors |= dict.fromkeys(_REPLICAS, config.ray.workers + (config.ray.trainers if stage in _LEARN else 0))
+    actors |= dict.fromkeys(_REPLICAS, count)
     return made
 
 

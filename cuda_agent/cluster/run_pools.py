@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda_agent.cluster import engines, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.cluster.waiting import HOPELESS_SECONDS, TELL_SECONDS, is_hopeless, why
+from cuda_agent.cluster.waiting import HOPELESS_SECONDS, TELL_SECONDS, is_hopeless, is_queued, why
 from cuda_agent.config import Config
 from cuda_agent.errors import BadConfiguration, TryAgain
 
@@ -20,8 +20,8 @@ POOL_SECONDS = 900.0  # longest wait until every pool has a ready server
 
 def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
     """Creates a run's sandbox servers, and returns their addresses.  Creates only objects that are missing.  Waits
-    until each role (workspace, build, evaluate) has a ready server.  ``base`` has templates of the objects, from the
-    chart.  ``workflow`` is the name of the run's Workflow.
+    until each role (workspace, build, evaluate) has a ready server; does not wait for servers that are in a queue, such
+    as Kueue's.  ``base`` has templates of the objects, from the chart.  ``workflow`` is the name of the run's Workflow.
 
     Raises:
         TryAgain: The run was stopped during the wait; its servers are removed.
@@ -39,8 +39,8 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 
 def _await_server(cluster: Cluster, workflow: str, role: str, deadline: float) -> None:
-    """Waits until the role has a ready server, and prints every ``TELL_SECONDS`` why it has none.  ``deadline`` is a
-    time by ``time.monotonic``."""
+    """Waits until the role has a ready server, or all its servers are in a queue.  Prints every ``TELL_SECONDS`` why it
+    has none.  ``deadline`` is a time by ``time.monotonic``."""
     name, looked, hopeless_since = f"{workflow}-{role}", time.monotonic(), 0.0
     while not cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
         if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
@@ -53,6 +53,8 @@ def _await_server(cluster: Cluster, workflow: str, role: str, deadline: float) -
             looked, reason = now, why(cluster, pods, name)
             hopeless_since = (hopeless_since or now) if is_hopeless(pods) else 0.0
             print(f"waiting for {name}: {reason}", file=sys.stderr, flush=True)
+            if is_queued(pods):
+                return  # perhaps for days: the stages wait in the same queue, behind these servers
             if hopeless_since and now - hopeless_since >= HOPELESS_SECONDS:
                 raise BadConfiguration(f"No server of {name} can start: {reason}")
             if now > deadline:

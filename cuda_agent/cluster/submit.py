@@ -18,7 +18,7 @@ from cuda_agent.cluster.pools import POOL_LABEL, ROLE_LABEL, WORKFLOW_LABEL, own
 from cuda_agent.cluster.templates import PROFILE_LABEL
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
-from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
+from cuda_agent.errors import EXIT_BUDGET, EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage
 from cuda_agent.pipeline.local import StageView
 from cuda_agent.pipeline.runs import choose, matching
@@ -222,7 +222,7 @@ def exit_code(workflow: dict[str, Any]) -> int:
     nodes = workflow.get("status", {}).get("nodes", {}).values()
     failed = [node for node in nodes if node.get("type") == "Pod" and node.get("phase") == "Failed"]
     codes = [(node.get("outputs") or {}).get("exitCode") for node in failed]
-    return next((code for code in (EXIT_CONFIG, EXIT_GATE) if str(code) in codes), EXIT_BUG)
+    return next((code for code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUDGET) if str(code) in codes), EXIT_BUG)
 
 
 def resume(cluster: Cluster, last: dict[str, Any]) -> Submission:

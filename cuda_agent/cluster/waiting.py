@@ -22,6 +22,14 @@ def is_hopeless(pods: Sequence[dict[str, Any]]) -> bool:
     return bool(pods) and all(any(map(_cannot_start, _containers(pod))) for pod in pods)
 
 
+def is_queued(pods: Sequence[dict[str, Any]]) -> bool:
+    """Returns whether all ``pods`` wait for a queue, such as Kueue's, to let the scheduler place them."""
+    return bool(pods) and all(
+        any(one["type"] == "PodScheduled" and one.get("reason") == "SchedulingGated" for one in _conditions(pod))
+        for pod in pods
+    )
+
+
 def why(cluster: Cluster, pods: Sequence[dict[str, Any]], owner: str) -> str:
     """Returns the reasons why ``pods`` are not ready.  Asks for events if the pods themselves give none.  ``owner`` is
     the name of the object that makes the pods, whose events say why there are none."""
@@ -41,9 +49,13 @@ def _reasons(pod: dict[str, Any]) -> Iterator[str]:
             yield _joined(waiting.get("reason"), waiting.get("message"))
         if ended.get("exitCode"):
             yield _joined(f"{container['name']} ended with {ended['exitCode']}", ended.get("message"))
-    for condition in pod.get("status", {}).get("conditions", []):
+    for condition in _conditions(pod):
         if condition["type"] == "PodScheduled" and condition.get("status") == "False":
             yield _joined(condition.get("reason"), condition.get("message"))
+
+
+def _conditions(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return pod.get("status", {}).get("conditions", [])
 
 
 def _containers(pod: dict[str, Any]) -> list[dict[str, Any]]:

@@ -109,7 +109,10 @@ class Profile(ValuesGroup):
     parallelism: int = value(
         1, "maximum number of stages that run at once; must be 1 with `engine.replicas` or `ray.enabled`"
     )
-    queue: str = value("", "name of a Kueue LocalQueue for stages, sandboxes and engines; empty: none")
+    queue: Name = value("", "name of a Kueue LocalQueue for stages, sandboxes and engines; empty: none")
+    queuePriority: Name = value(
+        "", "name of a Kueue WorkloadPriorityClass for these pods, requires `queue`; empty: that of `priorityClass`"
+    )
     priorityClass: str = value("", "name of the PriorityClass of all pods of a run; empty: the cluster's default")
     defaults: Placement = value(Placement(), "resources and placement of every stage")
     stages: dict[StageName, Placement] = value(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cuda_agent.compose import load
 from cuda_agent.config import Config, RunConfig
-from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
+from cuda_agent.errors import EXIT_BUDGET, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.graph import ROWS, Stage, policy_of
 from cuda_agent.pipeline.manifest import Manifest, config_entry, pin_entry, read_manifest
 from cuda_agent.storage import Store, StoreError, local_folder, side_by_side
@@ -25,6 +25,7 @@ _STATUSES = {
     None: "unfinished",
     EXIT_DONE: "done",
     EXIT_RETRY: "interrupted",
+    EXIT_BUDGET: "budget spent",
     EXIT_CONFIG: "refused",
     EXIT_GATE: "gate missed",
 }

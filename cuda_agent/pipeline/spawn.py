@@ -102,10 +102,12 @@ def serve(parent: int, preload: list[str]) -> None:
     """Runs the fork server in this process.  The process's stdin is a socket that connects it to the executor.  When
     the executor closes the socket, the server kills all stages and returns.  ``parent`` is the executor's process id,
     and ``preload`` names the modules to import first."""
+    # The executor passes signals on.  When a pod is deleted, Argo's executor sends SIGTERM to each process in it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=0)  # closed in the stages, whose stdin is replaced
     children: dict[int, str] = {}
     while True:
@@ -144,6 +146,7 @@ def _fork(message: dict[str, Any]) -> int:
     code = EXIT_BUG
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the stage has its handler
         die_with_parent(server)
         null = os.open(os.devnull, os.O_RDONLY)
         log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -27,6 +27,7 @@ from cuda_agent.compose import restricted
 from cuda_agent.config import Config
 from cuda_agent.context import SCORE, StageContext
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
+from cuda_agent.pipeline.budget import metered
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.pipeline.closure import code_digests, environment_versions
 from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
@@ -127,7 +128,9 @@ def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
         store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
         if serve_from_cache(store, order.run, identity) is None:
-            _make(order, store, placed(config), stage, identity, tracker, should_stop)
+            with metered(order.store, order.run, stage.name, config.run.gpu_hours) as is_spent:
+                ends = (should_stop, is_spent)
+                _make(order, store, placed(config), stage, identity, tracker, lambda: any(end() for end in ends))
     shutil.rmtree(work, ignore_errors=True)
 
 

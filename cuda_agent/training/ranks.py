@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import traceback
@@ -95,6 +96,7 @@ def _rank_main(connection: Connection, number: int, *arguments: Any) -> None:
 
     A call is a pickled pair (method, arguments). The answer is (None, result) or (error, None), pickled. The result is
     sent by rank 0 only; other ranks send None instead. The process also ends when its parent ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # may reach all of a pod; the stage still needs its ranks then
     die_with_parent()
     rank: Rank | None = None
     while message := connection.recv_bytes():

@@ -91,6 +91,25 @@ def test_one_server_that_may_start_is_enough(api):
         make()
 
 
+def test_servers_in_a_queue_are_not_waited_for(api, capsys):
+    """They may wait for days, longer than ``prepare`` may run; the stages wait behind them in the same queue."""
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "blocked by gates"}
+    for role in ("build", "evaluate"):
+        pod(api, role, 0, conditions=[gated])
+    began = time.monotonic()
+    assert len(make()) == 3 and time.monotonic() - began < 60
+    assert "waiting for w-build: SchedulingGated: blocked by gates" in capsys.readouterr().err
+    assert "w-build" in {name for kind, name in api.objects if kind == "statefulsets"}
+
+
+def test_one_server_that_left_the_queue_is_waited_for(api):
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    pod(api, "build", 0, conditions=[gated])
+    pod(api, "build", 1, containerStatuses=container({"waiting": {"reason": "ContainerCreating"}}))
+    with pytest.raises(ClusterError, match="became ready in 900 s"):
+        make()
+
+
 def test_a_quota_is_told_by_events(api):
     about = {"involvedObject": {"name": "w-build"}, "type": "Warning"}
     api.add("Event", "e", **about, message="pods is forbidden: exceeded quota", lastTimestamp="2026-01-01T00:00:00Z")

@@ -232,6 +232,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         for path in LEAVES
         if path.startswith("profiles.") and ".engine." in path
     },
+    **{f"profiles.{one}.queuePriority": {"profiles": {one: {"queue": "q"}}} for one in ("cpu", "gpu")},
     "mlflow.backendSecret": {"mlflow": {"backendUri": "postgresql://a@b/c", "backendSecret": "t"}},
     **{
         f"profiles.{one}.base": {"profiles": {other: {"defaults": {"nodeSelector": {"pool": "of-the-base"}}}}}
@@ -510,6 +511,53 @@ def test_stages_with_a_gpu_and_pools_with_a_gpu_tolerate_its_nodes():
     by_role = {item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in pools(items, "gpu")[3:]}
     assert by_role["RUN-evaluate"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in json.dumps(by_role["RUN-build"])
+
+
+@needs_helm
+def test_a_stage_knows_the_gpus_that_it_and_the_runs_servers_have():
+    """A budget of GPU-hours counts them (`pipeline/budget.py`)."""
+    engine = {"replicas": 3, "claim": "weights", "resources": {"limits": {"nvidia.com/gpu": 4}}}
+    workers = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+    judges = {"evaluate": {"replicas": 2}}
+    items = objects(merged(ALONE, {"profiles": {"gpu": {"engine": engine, "ray": workers, "pools": judges}}}))
+    (made,) = of_kind(items, "WorkflowTemplate", "-gpu-")
+    by_name = steps(made)
+    environment = {
+        name: {one["name"]: one.get("value", "") for one in by_name[name]["container"]["env"]}
+        for name in ("agentic", "report", "finish", "agentic-ray")
+    }
+    shared = {"ray": 8, "sandboxes": 2, "engines": 12}
+    assert json.loads(environment["agentic"]["CUDA_AGENT_GPUS"]) == {"stage": 1, **shared}
+    assert json.loads(environment["report"]["CUDA_AGENT_GPUS"]) == {"stage": 0, **shared}
+    assert "CUDA_AGENT_GPUS" not in environment["finish"]
+    head = json.loads(environment["agentic-ray"]["CUDA_AGENT_RAY"])[-1]["spec"]["rayClusterSpec"]["headGroupSpec"]
+    of_head = {one["name"]: one.get("value") for one in head["template"]["spec"]["containers"][0]["env"]}
+    assert json.loads(of_head["CUDA_AGENT_GPUS"])["ray"] == 8
+    (cpu,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    of_cpu = {one["name"]: one.get("value") for one in steps(cpu)["agentic"]["container"]["env"]}
+    assert json.loads(of_cpu["CUDA_AGENT_GPUS"]) == {"stage": 0, "ray": 0, "sandboxes": 0, "engines": 0}
+
+
+@needs_helm
+def test_kueue_finds_the_queue_and_the_priority_on_every_pod_that_works():
+    queue = {"queue": "team-a", "queuePriority": "urgent"}
+    items = objects(merged(ALONE, {"profiles": {"cpu": queue}}))
+    wanted = {"kueue.x-k8s.io/queue-name": "team-a", "kueue.x-k8s.io/priority-class": "urgent"}
+    servers = [one for one in [*pools(items), *engines(items)] if one["kind"] == "StatefulSet"]
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    small = ("prepare", "finish")
+    for name, one in steps(made).items():
+        if "container" in one:
+            labels = one["metadata"]["labels"]
+            works = name not in small and not name.endswith("-ray")  # those only wait: a RayJob has the labels
+            assert (wanted.items() <= labels.items()) == works, name
+    (ray,) = [one["value"] for one in steps(made)["prepare"]["container"]["env"] if one["name"] == "CUDA_AGENT_RAY"]
+    (job,) = [one for one in json.loads(ray) if one["kind"] == "RayJob"]
+    for labels in [job["metadata"]["labels"], *(one["spec"]["template"]["metadata"]["labels"] for one in servers)]:
+        assert wanted.items() <= labels.items()
+    (other,) = of_kind(items, "WorkflowTemplate", "-gpu-")
+    assert "kueue.x-k8s.io" not in json.dumps(other)
+    assert "name a LocalQueue" in refusal(merged(ALONE, {"profiles": {"cpu": {"queuePriority": "urgent"}}}))
 
 
 @needs_helm

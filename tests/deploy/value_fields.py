@@ -38,6 +38,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "profiles.*.runs": ("ConfigMap:data", 3),
     "profiles.*.parallelism": ("WorkflowTemplate:spec.parallelism", 3),
     "profiles.*.queue": ("WorkflowTemplate:metadata.labels", "gpus"),
+    "profiles.*.queuePriority": ("WorkflowTemplate:metadata.labels", "urgent"),
     "profiles.*.priorityClass": ("WorkflowTemplate:podPriorityClassName", "high"),
     "*esources.requests": ("(WorkflowTemplate|StatefulSet|Deployment):requests", {"cpu": "150m"}),
     "*esources.limits": (

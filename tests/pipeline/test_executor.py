@@ -163,16 +163,24 @@ def test_the_whole_run_killed_goes_on_with_the_same_run(tmp_path, cache, place):
     assert {name: manifest.key for name, manifest in found.items()} == {n: m.key for n, m in whole.manifests.items()}
 
 
-def test_sigterm_writes_a_checkpoint_and_the_run_can_go_on(tmp_path, cache):
+def family(pid: int) -> list[int]:
+    """Returns the process and all its descendants."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in family(int(child)))]
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["to the run", "to all processes, as Argo's executor does"])
+def test_sigterm_writes_a_checkpoint_and_the_run_can_go_on(tmp_path, cache, everywhere):
     drill = Path(__file__).parent
     command = [sys.executable, "-m", "drill", str(tmp_path / "store"), "critic.epochs=200"]
     journal.misbehave(cache, "train", "wait")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(drill), str(drill.parents[1])])}
     running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while len(steps(cache)) < 3 and time.monotonic() < deadline:
+    while len(steps(cache)) < 6 and time.monotonic() < deadline:
         time.sleep(0.005)
-    running.send_signal(signal.SIGTERM)
+    for pid in family(running.pid) if everywhere else [running.pid]:
+        os.kill(pid, signal.SIGTERM)
     said, _ = running.communicate(timeout=60)
     assert running.returncode == 75 and "same command" in said
     store = open_store(tmp_path / "store")
@@ -180,6 +188,8 @@ def test_sigterm_writes_a_checkpoint_and_the_run_can_go_on(tmp_path, cache):
     assert run.status == "interrupted"
     newest = max(key for key in store.list("checkpoints") if key.endswith(".json") and "/state" not in key)
     assert f"{steps(cache)[-1]:08d}" in newest
+    said = [json.loads(path.read_text()) for path in tmp_path.rglob("outcome.json")]
+    assert {"code": 75, "message": f"stopped after step {steps(cache)[-1]}"} in said, "the stage ended by itself"
 
 
 def test_new_starts_another_run_and_the_unfinished_one_is_left(tmp_path, cache):

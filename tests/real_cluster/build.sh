@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # build.sh [NAME...]: builds the cluster's programs (those that every cluster needs, or those named: kubernetes etcd coredns
-# argo helm minio fake-gpu fake-dra kuberay) from their Go modules. Each lands in $CACHE/NAME-VERSION, complete or not at all, and is built once.
+# argo helm minio fake-gpu fake-dra kuberay kueue kwok) from their Go modules. Each lands in $CACHE/NAME-VERSION, complete or not at all, and is built once.
 # Go's own caches are used and kept.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -82,6 +82,22 @@ kuberay() { # asked for by the tests of a stage in several pods alone
   gobuild -p 1 -ldflags "-s -w" -o "$1/manager" "$module"
   cp -r "$(go list -m -f '{{.Dir}}' $module)/config/crd/bases" "$1/crds"
   chmod -R u+w "$1/crds"
+}
+
+kueue() { # asked for by the tests of queues alone
+  local module=sigs.k8s.io/kueue
+  goget -tool "$module/cmd/kueue@v$KUEUE"
+  gobuild -ldflags "-s -w -X $module/pkg/version.GitVersion=v$KUEUE" -o "$1/kueue" "$module/cmd/kueue"
+  cp -r "$(go list -m -f '{{.Dir}}' $module)/config" "$1/config"
+  chmod -R u+w "$1/config"
+}
+
+kwok() { # asked for by the benchmark of many runs alone
+  local module=sigs.k8s.io/kwok
+  goget -tool "$module/cmd/kwok@v$KWOK"
+  gobuild -ldflags "-s -w" -o "$1/kwok" "$module/cmd/kwok"
+  cp -r "$(go list -m -f '{{.Dir}}' $module)/kustomize" "$1/kustomize"
+  chmod -R u+w "$1/kustomize"
 }
 
 fake-dra() { # asked for by its tests alone

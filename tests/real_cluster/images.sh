@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# images.sh: builds the images that the cluster itself runs, with buildah, as archives in $CACHE/images, each once;
-# prints the archives' paths.
+# images.sh [NAME...]: builds the images that the cluster itself runs, or those named (kueue), with buildah, as archives in
+# $CACHE/images, each once; prints the archives' paths.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 work=$(mktemp -d)
@@ -20,8 +20,13 @@ image() { # name tag folder-with-its-program [version, where the tag does not te
   say "built the image $name" >&2
 }
 
-mkdir "$work/small"
 recipe=$(sha256sum "$HERE/system.Containerfile" | cut -c1-8)
+for name; do
+  version=${name^^}
+  image "$name" "v${!version}" "$(at "$name")"
+done
+[ $# = 0 ] || exit 0
+mkdir "$work/small"
 gcc -Os -static -s -o "$work/small/pause" "$HERE/pause.c"
 cp /bin/busybox "$work/small/"
 image pause 1 "$work/small" "$(sha256sum "$HERE/pause.c" | cut -c1-8)"

@@ -37,6 +37,7 @@ ip link set lo up
 await 20 "the wire from outside" ip link show eth0
 ip addr add "$NODE_IP/30" dev eth0
 ip link set eth0 up
+ip route add "$SERVICES" dev eth0 src "$NODE_IP" # the API server calls webhooks by their services; kube-proxy leads on
 # The wire leads in alone: what runs in the cluster answers, and opens no connection to this machine or beyond.
 iptables -t mangle -A POSTROUTING -o eth0 -m conntrack --ctstate NEW -j DROP
 # With bridge-nf traffic between two pods on the bridge is filtered too; pods have IPv4 only.

@@ -4,14 +4,18 @@ The module defines the smallest run that has every stage, waits for a stage or f
 run."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import probing
 from kubectl import Cluster, wait_for
-from release import Release
+from release import ROOT, Release
 
 from cuda_agent.cluster import submit as commands
 from cuda_agent.cluster.submit import ENDED, phase, views
@@ -39,6 +43,19 @@ def submission(run: str) -> commands.Submission:
 def submit(installed: Release, run: str, *overrides: str) -> None:
     done = installed.command("submit", *TINY, *overrides, f"run.name={run}")
     assert done.returncode == 0, done.stderr
+
+
+def in_peace(folder: Path, *overrides: str) -> Any:
+    """Makes the same run on this machine, with its store in ``folder``, and returns what the command reports. Call it
+    when nothing else runs: evaluations need the processors."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "cuda_agent.cli", "run", *TINY, *overrides, f"run.store={folder / 'store'}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "run.mlflow=off", "--json"], text=True, capture_output=True, env=environment, timeout=LONG
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def stages(space: Cluster, workflow: str) -> dict[str, StageView]:

@@ -6,9 +6,6 @@ tried here.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +15,7 @@ import pytest
 import runs
 from canaries import leaks, open_bucket, served
 from kubectl import Cluster, wait_for
-from release import ROOT, Release
+from release import Release
 
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest, manifest_entry
@@ -64,13 +61,7 @@ def drill(installed: Release, planted: dict[str, str], tmp_path_factory: pytest.
 
 def in_peace(folder: Path, seen: Drill) -> None:
     """The same run on this machine, afterwards: two at once would compete for what evaluations need."""
-    folder.mkdir()
-    command = [sys.executable, "-m", "cuda_agent.cli", "run", *runs.TINY, *OVERRIDES]
-    command += [f"run.store={folder / 'store'}", "run.mlflow=off", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, text=True, capture_output=True, env=environment, timeout=runs.LONG)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
+    told = runs.in_peace(folder, *OVERRIDES)
     seen.calm = {name: facts["outputs"] for name, facts in told["stages"].items()}
     store = open_store(folder / "store")
     for stage in STAGES:

@@ -8,8 +8,6 @@ head (a retry of the whole stage).
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -20,7 +18,7 @@ import pytest
 import runs
 from canaries import open_bucket
 from kubectl import Cluster, script, wait_for
-from release import ROOT, Release, merged, release, values
+from release import Release, merged, release, values
 
 from cuda_agent.cluster import rayjobs
 from cuda_agent.pipeline.graph import ROWS, STAGES
@@ -85,16 +83,8 @@ def seen(spread: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
             found.outputs[stage.name] = manifest.outputs
             store.get_folder(manifest.metrics, folder / stage.name)
             found.metrics[stage.name] = read_metrics(folder / stage.name / "metrics.jsonl")
-    line = [sys.executable, "-m", "cuda_agent.cli", "run", *runs.TINY, *OVERRIDES, f"run.store={folder / 'store'}"]
-    done = subprocess.run(
-        [*line, "run.mlflow=off", "--json"],
-        text=True,
-        capture_output=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=runs.LONG,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found.alone = {name: facts["outputs"] for name, facts in json.loads(done.stdout)["stages"].items()}
+    told = runs.in_peace(folder / "alone", *OVERRIDES)
+    found.alone = {name: facts["outputs"] for name, facts in told["stages"].items()}
     return found
 
 

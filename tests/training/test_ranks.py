@@ -224,6 +224,16 @@ def test_a_stopwatch_gets_its_turn_between_the_steps_of_ranks(groups, tmp_path_f
     assert len(timed) > 1
 
 
+def test_ranks_outlive_a_sigterm_that_reaches_all_processes(groups):
+    """As in a pod that is deleted; the stage writes its checkpoint first, with the ranks."""
+    group = groups(2)
+    shared, batch = trainer(group, tiny_policy()), batch_of([tokens_of([1, 2, 3], [0, 1, 1])])
+    recipes.sft_step(shared, batch, 1e-2)
+    for process in group.processes:
+        process.terminate()
+    assert recipes.sft_step(shared, batch, 1e-2)["loss"] > 0
+
+
 def test_a_killed_rank_ends_the_step_with_trainer_lost():
     with Ranks(2) as ranks:
         learner = DistributedTrainer(ranks, "policy", tiny_policy(layers=8), row_tokens=TOKENS)

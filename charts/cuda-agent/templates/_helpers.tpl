@@ -196,6 +196,23 @@ place of nvidia.com/gpu: gpu.sharedClaim, if there is one and the pod may share 
 {{- dict "resources" $resources "pod" $pod | toJson -}}
 {{- end -}}
 
+{{/* How many GPUs a container's resources name; a MIG device counts as one. */}}
+{{- define "cuda-agent.gpu-count" -}}
+{{- $count := 0 -}}
+{{- range $resource, $number := .limits -}}
+{{- if hasPrefix "nvidia.com/" $resource -}}{{- $count = add $count (int $number) -}}{{- end -}}
+{{- end -}}
+{{- $count -}}
+{{- end -}}
+
+{{/* Labels by which Kueue knows the queue and the priority of a profile's pods, as JSON. */}}
+{{- define "cuda-agent.queue-labels" -}}
+{{- $labels := dict -}}
+{{- with .queue -}}{{- $_ := set $labels "kueue.x-k8s.io/queue-name" . -}}{{- end -}}
+{{- with .queuePriority -}}{{- $_ := set $labels "kueue.x-k8s.io/priority-class" . -}}{{- end -}}
+{{- $labels | toJson -}}
+{{- end -}}
+
 {{/* What a container of ours may do, as JSON. */}}
 {{- define "cuda-agent.container-security" -}}
 {{- dict "runAsNonRoot" true "readOnlyRootFilesystem" true "allowPrivilegeEscalation" false

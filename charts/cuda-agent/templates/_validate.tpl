@@ -36,6 +36,9 @@
 {{- if and $v.sandbox.runtimeClassName (contains "gvisor" $v.sandbox.runtimeClassName) (contains "nvidia.com/mig" ($profile.pools | toJson)) -}}
 {{- fail (printf "profiles.%s.pools: gVisor does not support MIG; give evaluate whole GPUs, or another runtimeClassName." $name) -}}
 {{- end -}}
+{{- if and $profile.queuePriority (not $profile.queue) -}}
+{{- fail (printf "profiles.%s.queuePriority: only Kueue reads it; name a LocalQueue in profiles.%s.queue." $name $name) -}}
+{{- end -}}
 {{- range $stage, $place := $profile.stages -}}
 {{- if and $place.resources (not (and $place.resources.limits $place.resources.limits.cpu $place.resources.limits.memory)) -}}
 {{- fail (printf "profiles.%s.stages.%s.resources: replaces the defaults as a whole, so it needs limits for cpu and memory." $name $stage) -}}
