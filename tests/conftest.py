@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ def pytest_collection_finish() -> None:
 def _made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     own = tmp_path_factory.getbasetemp()
     made_once.keep_in((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once")
+
+
+@pytest.fixture(autouse=True)
+def _denormals_stay_on() -> Iterator[None]:
+    """Fails the test that turns them off for all later ones, as by loading a library linked with -ffast-math."""
+    yield
+    assert sys.float_info.min / 2 > 0, "this test turned off denormals in this process"
 
 
 @pytest.fixture(scope="module")

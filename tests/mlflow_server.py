@@ -14,12 +14,14 @@ from tests.ports import free_port
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """Starts a server as the chart does, with its files in ``folder``, and yields its address."""
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    """Starts a server as the chart does, with its files in ``folder``, and yields its address. ``options`` are further
+    arguments of the server."""
     port = free_port()
     command = [
         sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1",
         f"--artifacts-destination={folder / 'artifacts'}", "--allowed-hosts=localhost:*,127.0.0.1:*",
+        *options,
     ]  # fmt: skip
     environment = os.environ | {
         "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}",

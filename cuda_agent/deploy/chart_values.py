@@ -283,6 +283,9 @@ class Network(ValuesGroup):
         "namespace of Prometheus and of the collector; used with `monitoring.serviceMonitor`, `monitoring.podMonitor` "
         "and `tracing.endpoint`",
     )
+    ingressNamespace: str = value(
+        "ingress-nginx", "namespace of the Ingress controller; used with `mlflow.ingress.host`"
+    )
     tracingCidrs: list[Cidr] = value([], "addresses (CIDR) of a collector outside of `monitoringNamespace`")
     rayOperatorNamespace: str = value("kuberay", "namespace of KubeRay's operator, which connects to Ray's head pods")
 
@@ -329,6 +332,15 @@ class Minio(ValuesGroup):
     resources: Resources = value(WORK, "requests and limits of MinIO")
 
 
+class Ingress(ValuesGroup):
+    host: str = value("", "host name under which MLflow is reached from outside; empty: no Ingress")
+    className: str = value("", "IngressClass; empty: the cluster's default")
+    tlsSecret: Name = value("", "name of a TLS secret for the host, required with `host`")
+    annotations: dict[str, str] = value(
+        {}, "annotations of the Ingress, such as those by which its controller asks for a login: MLflow has none"
+    )
+
+
 class Mlflow(ValuesGroup):
     enabled: bool = value(False, "whether to install an MLflow server")
     backendUri: str = value(
@@ -338,6 +350,7 @@ class Mlflow(ValuesGroup):
     )
     backendSecret: Name = value("", "name of a secret with key `password`, required with `backendUri`")
     allowedHosts: list[str] = value([], "additional host names under which MLflow accepts requests")
+    ingress: Ingress = value(Ingress(), "Ingress of MLflow")
     persistence: Persistence = value(Persistence(size="20Gi"), "volume of MLflow")
     resources: Resources = value(WORK, "requests and limits of MLflow")
 
@@ -422,6 +435,10 @@ class Values(ValuesGroup):
     podAnnotations: dict[str, str] = value(
         {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"},
         "annotations of all pods of a run; by default, autoscalers do not remove their nodes",
+    )
+    maxUnavailable: Annotated[int, Field(ge=0)] = value(
+        1,
+        "how many servers of all runs (sandboxes, engines) may be evicted at once, as when nodes are drained",
     )
     podSecurityContext: Object = value(POD_SECURITY, "security context of all pods")
     dnsPolicy: Literal["ClusterFirst", "Default", "None"] = value("ClusterFirst", "DNS policy of all pods of a run")

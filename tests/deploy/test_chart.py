@@ -5,6 +5,7 @@ import re
 import shutil
 from typing import Any
 
+import httpx
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -37,6 +38,7 @@ from tests.deploy.charts import (
     template,
 )
 from tests.deploy.value_fields import field_of
+from tests.mlflow_server import serving
 
 ARGO_KINDS = ("WorkflowTemplate", "CronWorkflow")
 OPERATORS_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
@@ -145,6 +147,7 @@ def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
         ({"minio": {"enabled": True}, "store": {"existingSecret": "a"}}, "store.existingSecret: with minio.enabled"),
         (merged(ALONE, {"tracking": {"uri": "http://a:5000"}}), "one MLflow is enough"),
         (merged(ALONE, {"mlflow": {"backendUri": "postgresql://m@db/m"}}), "needs mlflow.backendSecret"),
+        (merged(ALONE, {"mlflow": {"ingress": {"host": "m.test"}}}), "needs mlflow.ingress.tlsSecret"),
         (
             merged(ALONE, {"mlflow": {"backendUri": "postgresql://m:pass@db/m", "backendSecret": "s"}}),
             "leave the password out",
@@ -224,6 +227,12 @@ def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> se
 # Values that show only beside others, or only where the chart does not bring something itself.
 BESIDE: dict[str, dict[str, Any]] = {
     "mlflow.backendUri": {"mlflow": {"backendSecret": "s"}},
+    "mlflow.ingress.host": {"mlflow": {"ingress": {"tlsSecret": "tls"}}},
+    **{
+        path: {"mlflow": {"ingress": {"host": "m.test", "tlsSecret": "tls"}}}
+        for path in ("mlflow.ingress.className", "mlflow.ingress.tlsSecret", "mlflow.ingress.annotations")
+    },
+    "networkPolicy.ingressNamespace": {"mlflow": {"ingress": {"host": "m.test", "tlsSecret": "tls"}}},
     "profiles.cpu.parallelism": {"profiles": {"cpu": {"engine": {"replicas": 0}, "ray": {"enabled": False}}}},
     "profiles.gpu.parallelism": {"profiles": {"gpu": {"ray": {"enabled": False}}}},
     "profiles.gpu.ray.enabled": {"profiles": {"gpu": {"parallelism": 1}}},
@@ -678,6 +687,37 @@ def test_the_network_denies_by_default_and_sandboxes_reach_nothing(values):
     (rule,) = own["spec"]["ingress"]
     assert rule["ports"] == [{"port": PORT, "protocol": "TCP"}]
     assert rule["from"][0]["podSelector"]["matchLabels"]["workflows.argoproj.io/workflow"] == "RUN"
+
+
+@needs_helm
+def test_the_ingress_of_mlflow_opens_its_controllers_way_and_no_other():
+    inside = merged(ALONE, {"mlflow": {"ingress": {"host": "m.test", "tlsSecret": "tls"}}})
+    assert not of_kind(objects(ALONE), "Ingress")
+    (ingress,) = of_kind(items := objects(inside), "Ingress")
+    (service,) = of_kind(items, "Service", "mlflow")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"] == {"name": service["metadata"]["name"], "port": {"name": "http"}}
+    (rule,) = of_kind(items, "NetworkPolicy", "mlflow")[0]["spec"]["ingress"]
+    (before,) = of_kind(objects(ALONE), "NetworkPolicy", "mlflow")[0]["spec"]["ingress"]
+    controller = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}
+    assert rule["from"] == [*before["from"], controller]
+
+
+@needs_helm
+@pytest.mark.nightly  # starts MLflow
+def test_mlflow_answers_pages_from_its_ingress_and_no_others(tmp_path):
+    inside = merged(ALONE, {"mlflow": {"ingress": {"host": "m.test", "tlsSecret": "tls"}}})
+    (server,) = of_kind(objects(inside), "Deployment", "mlflow")
+    arguments = server["spec"]["template"]["spec"]["containers"][0]["args"]
+    options = [one for one in arguments if one.startswith(("--allowed-hosts", "--cors"))]
+    with serving(tmp_path, *options) as address:
+
+        def code(host: str, origin: str) -> int:
+            url = f"{address}/ajax-api/2.0/mlflow/experiments/search"
+            return httpx.post(url, json={"max_results": 1}, headers={"Host": host, "Origin": origin}).status_code
+
+        assert code("m.test", "https://m.test") == 200
+        assert code("m.test", "https://evil.test") == 403 and code("evil.test", "https://m.test") == 403
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:

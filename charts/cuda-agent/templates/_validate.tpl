@@ -19,6 +19,9 @@
 {{- if and $v.mlflow.backendUri (not $v.mlflow.backendSecret) -}}
 {{- fail "mlflow.backendUri: needs mlflow.backendSecret, a secret with the key password." -}}
 {{- end -}}
+{{- if and $v.mlflow.ingress.host (not $v.mlflow.ingress.tlsSecret) -}}
+{{- fail "mlflow.ingress.host: needs mlflow.ingress.tlsSecret, a TLS secret for this host." -}}
+{{- end -}}
 {{- if contains "@" (regexReplaceAll "^[a-z0-9+]+://[^:/@]*@" $v.mlflow.backendUri "") -}}
 {{- fail "mlflow.backendUri: leave the password out; it comes from mlflow.backendSecret." -}}
 {{- end -}}
