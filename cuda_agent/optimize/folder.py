@@ -10,8 +10,9 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,25 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
 
     Raises:
         OptimizeError: The folder cannot be used.  Results of an earlier search in it are unchanged."""
+    prepare = partial(_prepare_folder, order, settings, task, folder, resume)
+    with prepared(folder, resume, prepare, _unplayed, _clear):
+        yield
+
+
+@contextlib.contextmanager
+def prepared(
+    folder: Path,
+    resume: bool,
+    prepare: Callable[[], None],
+    unplayed: Callable[[Path], bool],
+    clear: Callable[[Path], None],
+) -> Iterator[None]:
+    """Locks ``folder`` in a ``with`` block, after ``prepare`` has written to it.  Makes the folder unless ``resume`` is
+    set.  If the block of a new command fails while ``unplayed`` holds of the folder, calls ``clear`` with it, and
+    removes it if it was made here.
+
+    Raises:
+        OptimizeError: The folder cannot be used."""
     with contextlib.ExitStack() as held:
         try:
             fresh = not folder.exists()
@@ -127,15 +147,15 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
                 folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(alone(folder, "cuda-agent optimize"))
             fresh = fresh or any(folder.iterdir())  # keep an empty folder that a person made
-            _prepare_folder(order, settings, task, folder, resume)
+            prepare()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise OptimizeError(f"{folder}: no folder for the result: {why}") from None
         try:
             yield
         except BaseException:
-            if not resume and _unplayed(folder):
-                _clear(folder)
+            if not resume and unplayed(folder):
+                clear(folder)
                 if fresh:
                     folder.rmdir()
             raise

@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cuda_agent.agent.progress import read_events, replayed
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import UserError
 from cuda_agent.optimize.evaluation import read_solution
-from cuda_agent.optimize.folder import OptimizeError, SearchOrder, alone, read_order
+from cuda_agent.optimize.folder import OptimizeError, SearchOrder, prepared, read_order
 from cuda_agent.optimize.whole.parts import Part
 from cuda_agent.sandbox.wire import Solution, Verdict
 from cuda_agent.tasks.task import Task
@@ -71,25 +72,9 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
 
     Raises:
         OptimizeError: The folder cannot be used.  What is in it stays as it is."""
-    fresh = not folder.exists()
-    with contextlib.ExitStack() as held:
-        try:
-            if not resume:
-                folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(alone(folder, "cuda-agent optimize"))
-            fresh = fresh or any(folder.iterdir())  # keep an empty folder that a person made
-            _prepare(order, settings, task, folder, resume)
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise OptimizeError(f"{folder}: no folder for the result: {why}") from None
-        try:
-            yield
-        except BaseException:
-            if not resume and not _played(folder):
-                _clear(folder)
-                if fresh:
-                    folder.rmdir()
-            raise
+    prepare = partial(_prepare, order, settings, task, folder, resume)
+    with prepared(folder, resume, prepare, lambda folder: not _played(folder), _clear):
+        yield
 
 
 def _prepare(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:

@@ -20,7 +20,7 @@ MODEL = '''import torch
 
 
 class Scale(torch.nn.Module):
-    """Uses a method and a weight of its own."""
+    """Has a method and a weight."""
 
     def __init__(self, width):
         super(Scale, self).__init__()
