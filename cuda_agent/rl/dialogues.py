@@ -26,6 +26,7 @@ from cuda_agent.tasks.task import Task
 
 REFUSED = 3  # most solutions of an episode that the judge refuses for their design
 CHANGES = 50  # changes of a design that the teacher tries to find one that is new
+REDRAWN = 0.4  # probability that the agent tries another design before it repairs a mistake; again after each try
 RESTORED = 0.7  # share of the episodes whose last solution is slower in which the agent restores the best one
 # Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
@@ -102,7 +103,8 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     First, the agent looks for a correct solution. It writes a solution with a random design and verifies it. If this
     design is wrong, the agent tries other designs; after at most ``REFUSED`` wrong ones comes a correct one. If the
     first design is correct and ``repair`` is set, the first version of the solution contains a mistake, such as a
-    wrong operator, and the agent repairs it.
+    wrong operator, and the agent repairs it. If the solution compiles in spite of the mistake, the agent may try up to
+    ``REFUSED`` - 1 other designs before, which contain the mistake too.
 
     Second, the agent profiles between 1 and ``designs`` different designs, beginning with the correct one. It makes
     each new design by a change of the best design so far; the new design may be wrong. If the last design is wrong, the
@@ -114,8 +116,22 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     dialogue = agent_messages(task, "compact")
     calls = _writes(written)
     if mistake is not None:
-        dialogue += _turn(calls, "verify", _verdict(device, mistake.status, mistake.message))
-        next(message for message in dialogue if message["role"] == "assistant")["spoilt"] = True
+        verdict = _verdict(device, mistake.status, mistake.message)
+        dialogue += _spoilt(_turn(calls, "verify", verdict))
+        tried = [written]
+        for _ in range(REFUSED - 1):
+            if mistake.status != "wrong" or rng.random() >= REDRAWN:
+                break
+            other = redesign(task, worked, rng)
+            code = other.files[mistake.path]
+            if other.status != "ok" or code.count(mistake.right) != 1 or mistake.wrong in code:
+                break
+            rewritten = _stripped(other.files | {mistake.path: code.replace(mistake.right, mistake.wrong)})
+            if rewritten in tried:
+                break
+            dialogue += _spoilt(_turn(_changes(written, rewritten), "verify", verdict))
+            worked, written = other, rewritten
+            tried.append(written)
         calls = [_call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right)]
     dialogue += _turn(calls, "verify", _judged(worked))
     shown = 1  # solutions that the judge refuses
@@ -155,8 +171,12 @@ def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> D
 
 def _rewritten(worked: Worked, other: Worked) -> tuple[Worked, list[dict[str, Any]]]:
     """Returns ``other``, and the tool calls that write the files in which ``other`` differs from ``worked``."""
-    before, after = _stripped(worked.files), _stripped(other.files)
-    return other, _writes({path: text for path, text in after.items() if text != before[path]})
+    return other, _changes(_stripped(worked.files), _stripped(other.files))
+
+
+def _changes(before: dict[str, str], after: dict[str, str]) -> list[dict[str, Any]]:
+    """Returns the tool calls that write the files in which ``after`` differs from ``before``."""
+    return _writes({path: text for path, text in after.items() if text != before[path]})
 
 
 def _writes(files: dict[str, str]) -> list[dict[str, Any]]:
@@ -181,6 +201,11 @@ def _answered(calls: list[dict[str, Any]], results: list[str]) -> Dialogue:
         {"role": "assistant", "content": "", "tool_calls": calls},
         *({"role": "tool", "content": result} for result in results),
     ]
+
+
+def _spoilt(turn: Dialogue) -> Dialogue:
+    """Returns ``turn``, an assistant turn and its results, marked so that it is not imitated."""
+    return [turn[0] | {"spoilt": True}, *turn[1:]]
 
 
 def _says(text: str) -> dict[str, Any]:

@@ -4,7 +4,8 @@ There are two families of tasks. Tasks of the family "teacher" can be solved by 
 writes kernels. Tasks of the family "catalogue" stack operators of a larger list (``CATALOGUE``), or use one layer of
 ``transformers``. The groups are training tasks (of both families), held-out tasks of "teacher" and held-out tasks of
 "catalogue". In a family, no training task has the same combination of operators as a held-out task. In the family
-"teacher", each ending (last operator) of a held-out task is the ending of a training task too, if candidates suffice.
+"teacher", each ending (last operator) of a held-out task is the ending of a training task too, if candidates suffice:
+of two where there are at least twice as many training tasks as held-out tasks.
 
 The random generator of candidate number i of a family is seeded with (seed, family, i). Equal configurations, seeds
 and results of the sandbox therefore give equal tasks, unless a language model writes the candidates.
@@ -89,14 +90,17 @@ class Stream:
         return self.kinds["heldout"].keys() - self.kinds["train"].keys()
 
     def leaves_room(self, task: Task, split: str) -> bool:
-        """Returns whether ``task`` for ``split`` leaves an open training place for each untrained kind."""
+        """Returns whether ``task`` for ``split`` leaves enough open training places: one, or two where training tasks
+        abound, for each kind of held-out tasks, less the training tasks of this kind."""
         kind, places = self.kind(task), self.wanted["train"] - self.made("train")
-        untrained = {one for one in self.untrained() if self.failed[one] < MOST_FAILED}
+        most = 2 if self.wanted["train"] >= 2 * self.wanted["heldout"] else 1
+        kinds = {one for one in self.kinds["heldout"] if self.failed[one] < MOST_FAILED}
+        missing = {one: max(0, most - self.kinds["train"][one]) for one in kinds}
         if split == "train":
-            untrained, places = untrained - {kind}, places - 1
-        elif kind not in self.kinds["train"]:
-            untrained = untrained | {kind}
-        return not self.wanted["train"] or len(untrained) <= places
+            missing[kind], places = max(0, missing.get(kind, 0) - 1), places - 1
+        else:
+            missing[kind] = max(0, most - self.kinds["train"][kind])
+        return not self.wanted["train"] or sum(missing.values()) <= places
 
     @property
     def attempts(self) -> int:

@@ -1,3 +1,4 @@
+import json
 import random
 from itertools import combinations
 
@@ -118,6 +119,30 @@ def test_a_mistake_is_reported_mended_and_not_imitated(chat):
         ids, mask = encode(dialogue, chat)
         learnt = chat.tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one])
         assert "Edit" in learnt and first[KERNEL] not in learnt
+
+
+def test_a_mistake_may_survive_other_designs_before_it_is_repaired_and_only_the_repair_is_imitated(chat):
+    rng = random.Random(4)
+    lengths = set()
+    for number in range(200):
+        device = ("cpu", "cuda")[number % 2]
+        dialogue = episode(sample_task(rng, device), rng, True, device)
+        turns, states = _assistant(dialogue), _replayed(dialogue)
+        spoilt = [bool(turn.get("spoilt")) for turn in turns]
+        count = sum(spoilt)
+        if not count:
+            continue
+        assert spoilt == [True] * count + [False] * (len(turns) - count) and count <= REFUSED
+        said = [turn[-1][1] for turn in _calls(dialogue)[: count + 1]]
+        assert said[-1] == "verify: ok" and len(set(said[:-1])) == 1 and said[0] != "verify: ok"
+        assert [call["name"] for call, _ in _calls(dialogue)[count]] == ["Edit", "Bash"]
+        assert len({json.dumps(files) for files in states[: count + 1]}) == count + 1
+        lengths.add(count)
+        ids, mask = encode(dialogue, chat)
+        learnt = chat.tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one])
+        path = turns[count]["tool_calls"][0]["arguments"]["path"]
+        assert "Edit" in learnt and not any(files[path] in learnt for files in states[:count])
+    assert lengths == {1, 2, 3}
 
 
 def test_without_mistakes_the_mask_is_the_chats(chat, dialogues):

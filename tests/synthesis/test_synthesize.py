@@ -113,6 +113,14 @@ def test_each_ending_of_a_held_out_task_has_a_training_task(seed):
     assert card["untrained_endings"] == []
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_where_training_tasks_abound_each_ending_of_a_held_out_task_has_two(seed):
+    tasks, card = make(Synthesis(train=40, heldout=16, catalogue=0, max_candidates=140), seed, device="cuda")
+    trained, heldout = (Counter(ending(one) for one in tasks if one.split == split) for split in ("train", "heldout"))
+    assert len(tasks) == 56 and len(heldout) > 8 and not card["short"]
+    assert all(trained[kind] >= 2 for kind in heldout)
+
+
 def test_an_ending_that_no_training_task_can_have_costs_no_task():
     class Refusing(InProcess):
         async def probe(self, task, compile=True):

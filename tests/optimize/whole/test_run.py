@@ -223,6 +223,40 @@ def test_parts_that_make_the_model_faster_are_in_the_result_and_others_are_not(w
     assert done.returncode == 0 and "correct on 5 draws" in done.stdout, done.stderr
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_parts_that_make_the_model_faster_are_in_the_result(whole):
+    kernel = """__global__ void fused(const float* x, float* y, long n) {
+  long i = blockIdx.x * 256L + threadIdx.x;
+  if (i < n) y[i] = x[i] + 3.0f;
+}
+"""
+    node = {"kernel": "kernels/fused.cu", "function": "fused", "grid": "cdiv(in0.numel, 256)", "block": 256}
+    plan = json.dumps({"nodes": [node | {"args": ["in0", "out0", "in0.numel"]}]})
+    written = {
+        "calls": [
+            call("Write", path="kernels/fused.cu", content=kernel),
+            call("Write", path="plan.json", content=plan),
+        ]
+    }
+
+    def script(request):
+        answer = [written] if part_of(request) == "steps.0" else [{"text": "nothing"}]
+        return [answer, [PROFILE], DONE][min(turn_of(request), 2)]
+
+    settings = SandboxConfig(device="cuda", memory_mb=16384, run_seconds=30)
+    outcome = whole(EQUAL, script, settings=settings, terms=replace(TERMS, target=1000.0, device="cuda"))
+    steps = by_name(outcome)[STEPS_NAMES]
+    assert outcome.verdict.status == "ok" and outcome.verdict.mode == "strict" and steps.kept
+    assert steps.part.share > 0.5 and steps.isolated.speedup_eager > 10
+    assert steps.alone.speedup_eager > 1.5 and steps.expected > 1.5
+    out = whole.folder / "out"
+    told = json.loads((out / "parts.json").read_text())
+    print([(part["names"], part["share"], part.get("expected"), part["integrated"]) for part in told])
+    done = subprocess.run([sys.executable, out / "model_new.py"], capture_output=True, text=True, cwd=out)
+    assert done.returncode == 0 and "correct on 5 draws" in done.stdout, done.stderr
+    print(done.stdout)
+
+
 def test_a_solution_that_is_right_alone_and_wrong_in_the_model_is_left_out(whole):
     """The two submodules look equal, but one adds another number: it is in a list, which the trace does not compare."""
     outcome = whole(HIDDEN)
