@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -291,6 +291,31 @@ def test_a_prober_measures_the_baselines_of_a_small_task_while_the_judge_is_busy
     assert asked_to_measure(on_gpu, mode="strict"), "strict mode needs more"
     file.write_text('{"compile_tried": true, "strict": {"seconds": {}}}')
     assert not asked_to_measure(on_gpu, mode="strict")
+
+
+def test_a_quick_request_does_not_wait_while_baselines_of_strict_mode_are_measured(on_gpu: LocalSandbox) -> None:
+    judge, prober = cast(Any, on_gpu._judges[0]), cast(Any, on_gpu._probers[0])
+    file = baselines_file(on_gpu._settings, task().digest, judge.torch)
+    file.parent.mkdir()
+    file.write_text('{"compile_tried": true}')
+    on_gpu._specs[task().digest] = SPEC
+
+    async def work() -> None:
+        begun, over = asyncio.Event(), asyncio.Event()
+
+        async def ask(*_: Any) -> None:
+            begun.set()
+            await over.wait()
+
+        prober.ask = ask
+        strict = asyncio.create_task(on_gpu._measure(task(), "strict", True))
+        await begun.wait()
+        await asyncio.wait_for(on_gpu._measure(task(), "quick", True), 5)
+        assert not strict.done()
+        over.set()
+        await strict
+
+    asyncio.run(work())
 
 
 def test_baselines_that_the_judge_has_measured_are_not_measured_again(
