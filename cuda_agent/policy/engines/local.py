@@ -28,6 +28,7 @@ from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingPa
 from cuda_agent.policy.engines.sampling import draw, uniforms
 
 QUIET_PASSES = 8
+SMALL = 2**24  # most parameters of a model that one thread decodes on a CPU
 KEPT_TOKENS_PER_ROW = 1024  # times the number of rows: most tokens of finished sequences that are kept
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # most per pass, or one prompt; the lease is released between passes
 SEEN_TOKENS = {"cpu": 1 << 30, "cuda": 131_072}  # most that these see: a pass copies their keys and values on a GPU
@@ -57,10 +58,12 @@ class Counts:
 
 class LocalEngine:
     """An engine that computes in this process. It copies ``model``, a causal model of the transformers library, to
-    ``device`` and ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at
-    once. ``lease`` is a handle of the timing lease, a lock that other processes take to time a kernel. If it is given,
-    the engine pauses while a kernel is timed. Only this engine may use the handle. The constructor and ``update_from``
-    raise ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
+    ``device`` and ``dtype``. CPU operators use up to ``threads`` threads. Decoding with a model of at most ``SMALL``
+    parameters uses one: compilers run beside it, and two threads wait for each other longer than they compute. At most
+    ``batch`` requests are decoded at once. ``lease`` is a handle of the timing lease, a lock that other processes take
+    to time a kernel. If it is given, the engine pauses while a kernel is timed. Only this engine may use the handle.
+    The constructor and ``update_from`` raise ``EngineError`` if the decoder does not reproduce the model's
+    log-probabilities."""
 
     def __init__(
         self,
@@ -85,6 +88,8 @@ class LocalEngine:
         self._driver: asyncio.Task[None] | None = None
         self._updating = asyncio.Lock()
         self._failure: BaseException | None = None
+        small = self._device.type == "cpu" and sum(one.numel() for one in model.parameters()) <= SMALL
+        self._threads, self._decoding_threads = threads, 1 if small else threads
         self._worker = ThreadPoolExecutor(1, "engine", initializer=_init_thread, initargs=(threads, self._device))
         self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
 
@@ -127,7 +132,12 @@ class LocalEngine:
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the worker thread, while no decoding runs there, and returns its result. A second thread
         would slow down ``job`` and decoding, because OpenMP would have more threads than processors."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, job)
+
+        def alone() -> Any:
+            torch.set_num_threads(self._threads)
+            return job()
+
+        return await asyncio.get_running_loop().run_in_executor(self._worker, alone)
 
     async def close(self) -> None:
         """Stops the engine and cancels its requests."""
@@ -217,6 +227,7 @@ class LocalEngine:
     def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
         """Adds the requests ``joining`` to the batch and decodes until a request ends or ``_interrupt`` is set. Returns
         the requests that ended, with their finish reasons."""
+        torch.set_num_threads(self._decoding_threads)
         if cancelled := [row for row, request in enumerate(self._active) if request.future.cancelled()]:
             with self._working():
                 for row in reversed(cancelled):

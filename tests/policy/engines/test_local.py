@@ -99,6 +99,26 @@ def test_a_decoder_of_any_model_takes_a_model_that_got_adapters():
     assert asyncio.run(script()) == 2
 
 
+def test_a_small_model_is_decoded_by_one_thread_and_trained_by_all(policy, monkeypatch):
+    seen = []
+    advance = LocalEngine._advance
+    monkeypatch.setattr(LocalEngine, "_advance", lambda self: seen.append(torch.get_num_threads()) or advance(self))
+
+    async def script(small):
+        monkeypatch.setattr(local, "SMALL", small)
+        engine = LocalEngine(policy, threads=2, batch=2)
+        for _ in range(2):
+            await engine.generate([5, 6, 7], SamplingParams(3, seed=0))
+            seen.append(await engine.compute(torch.get_num_threads))
+        await engine.close()
+
+    asyncio.run(script(1 << 24))
+    assert seen == [1, 1, 2] * 2
+    seen.clear()
+    asyncio.run(script(10))
+    assert set(seen) == {2}
+
+
 def peaked(seed=0):
     """A bfloat16 model that is nearly sure of each next token, so that rounding moves its log-probabilities a lot."""
     torch.manual_seed(seed)
