@@ -45,9 +45,9 @@ def tune(
 
     A line in a kernel's file such as `// tune: BLOCK 64 128 256` (in Python: `# tune: ...`) declares values of BLOCK.
     BLOCK is a constant of plan.json, or a line of the same file gives its number, as in `#define BLOCK 128` or
-    `constexpr int BLOCK = 128;`. All variants are judged in quick mode, and the fastest four in strict mode. The
-    fastest correct one is written to the output folder, with its verdict. Exit code 0: there is one; 79: there is
-    none; 75: the sandbox failed."""
+    `constexpr int BLOCK = 128;`. All variants are judged in quick mode, and the fastest four in strict mode, against
+    eager PyTorch alone. The fastest correct one is written to the output folder, with its verdict. Exit code 0: there
+    is one; 79: there is none; 75: the sandbox failed."""
     from cuda_agent.optimize import evaluation, tuning
     from cuda_agent.optimize.folder import OptimizeError, write_solution
     from cuda_agent.sandbox.client import open_sandbox
@@ -61,7 +61,7 @@ def tune(
     first = evaluation.checked_solution(files, settings.sandbox.format, str(solution))
 
     async def work() -> tuning.Tuning:
-        async with open_sandbox(settings.sandbox, cache) as sandbox:
+        async with open_sandbox(settings.sandbox, cache, compiled=False) as sandbox:
             return await tuning.tune(given, first, sandbox, most, lambda line: print(line, file=sys.stderr, flush=True))
 
     found = evaluation.run_to_end(work())

@@ -36,7 +36,8 @@ class Sandbox(Protocol):
     ) -> AbstractAsyncContextManager[WorkFolder]: ...
 
 
-def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
+def open_sandbox(config: SandboxConfig, cache: Path, compiled: bool = True) -> LocalSandbox | RemoteSandbox:
     """Returns a ``RemoteSandbox`` for the servers in ``config.servers``. If there are none, returns a ``LocalSandbox``,
-    which stores builds and verdicts below the folder ``cache``. The caller enters the result with ``async with``."""
-    return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)
+    which stores builds and verdicts below the folder ``cache``. If ``compiled`` is false, a ``LocalSandbox`` compares
+    solutions with eager PyTorch alone. The caller enters the result with ``async with``."""
+    return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache, compiled)

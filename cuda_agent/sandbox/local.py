@@ -59,10 +59,11 @@ _MOST_PROBERS = 8  # on a GPU; each has a CUDA context, and uses one core
 class LocalSandbox:
     """Judges solutions on this machine. An async context manager. ``cache`` is a permanent folder that all processes of
     this machine may share. Entering the context raises ``SandboxUnready`` if the cache or a temporary folder cannot be
-    written, or if the GPU or its compiler does not work."""
+    written, or if the GPU or its compiler does not work. If ``compiled`` is false, solutions are compared with eager
+    PyTorch alone, which saves the time that ``torch.compile`` needs for the task's model."""
 
-    def __init__(self, config: SandboxConfig, cache: Path) -> None:
-        self.config = config
+    def __init__(self, config: SandboxConfig, cache: Path, compiled: bool = True) -> None:
+        self.config, self._compiled = config, compiled
         self.cache = Path(cache).absolute() / "sandbox"
         self.lease_folder = Path(cache).absolute() / "lease"
         self._scratch: Path | None = None
@@ -98,7 +99,7 @@ class LocalSandbox:
             input_kinds=config.input_kinds, train_mode=config.train_mode,
             run_seconds=config.run_seconds, memory_mb=config.memory_mb, clock=config.clock,
             required_walls=config.required_walls, cache=str(self.cache), scratch="",
-            lease=str(self.lease_folder), device=config.device,
+            lease=str(self.lease_folder), device=config.device, compiled=self._compiled,
         )  # fmt: skip
         count = min(2, cores())
         if config.device == "cuda":
@@ -390,7 +391,8 @@ class LocalSandbox:
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
         """Returns the sha256 of everything that a verdict depends on. The verdict is cached under this key."""
-        return verdict_key.verdict_key(self.config, [self._identity, *self._software], task, solution, mode)
+        made = [self._identity, *self._software, *([] if self._compiled else ["eager alone"])]
+        return verdict_key.verdict_key(self.config, made, task, solution, mode)
 
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
         name = self.verdict_key(task, solution, mode)

@@ -115,6 +115,7 @@ class JudgeSettings:
     device: str = "cpu"
     input_kinds: Sequence[str] = ()  # more kinds of inputs on which quick mode checks a solution
     train_mode: bool = False  # models stay in train()
+    compiled: bool = True  # torch.compile is a baseline
     kernels: str = ""  # cuda: path of the cubin that was built from check.cu
     identity: str = ""  # names of the GPU and its driver, on which times depend
     prober: bool = False  # runs only tasks, without solutions, and holds little memory

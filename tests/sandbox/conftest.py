@@ -83,9 +83,9 @@ class Loop:
 class Running(Loop):
     """A sandbox in the event loop of its own thread, for synchronous tests."""
 
-    def __init__(self, config: SandboxConfig, cache: Path) -> None:
+    def __init__(self, config: SandboxConfig, cache: Path, compiled: bool = True) -> None:
         super().__init__()
-        self.sandbox = LocalSandbox(config, made_once.share(cache))
+        self.sandbox = LocalSandbox(config, made_once.share(cache), compiled)
         self.wait(self.sandbox.__aenter__())
 
     def evaluate(self, task: Task, solution: Solution, **more: Any) -> Verdict:
@@ -151,9 +151,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """Yields a function that starts further sandboxes, which are closed at the end of the test."""
     started: list[Running] = []
 
-    def make(cache: Path | None = None, **settings: Any) -> Running:
+    def make(cache: Path | None = None, compiled: bool = True, **settings: Any) -> Running:
         one_judge(monkeypatch)
-        started.append(Running(SandboxConfig(**settings), cache or tmp_path / "cache"))
+        started.append(Running(SandboxConfig(**settings), cache or tmp_path / "cache", compiled))
         return started[-1]
 
     yield make

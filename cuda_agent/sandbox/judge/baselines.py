@@ -48,6 +48,7 @@ def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
     """Returns the path of a task's cached baselines. ``digest`` identifies the task, and ``torch`` is PyTorch's
     version. The file's name is a hash of everything that the baselines depend on."""
     identity = settings.identity + (", train()" if settings.train_mode else "")
+    identity += "" if settings.compiled else ", eager alone"
     key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
     return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 

@@ -272,9 +272,9 @@ class PreparedTask:
 
     def measure(self, compile: bool) -> None:
         """Measures the seconds per call of the model in eager PyTorch. If ``compile``, also measures those with
-        ``torch.compile``, and counts the model's floating-point operations and the bytes of outputs that it writes.
-        Skips known values, but may measure eager again beside ``torch.compile``. With simulated times, computes both
-        times from the model's operators instead."""
+        ``torch.compile``, unless ``settings.compiled`` is false, and counts the model's floating-point operations and
+        the bytes of outputs that it writes. Skips known values, but may measure eager again beside ``torch.compile``.
+        With simulated times, computes both times from the model's operators instead."""
         if self._fixed:
             with self.lease.working():
                 counts = self.oracle.count(self.entry(0).inputs)
@@ -342,6 +342,9 @@ class PreparedTask:
 
     def _measure_compile(self) -> None:
         base = self.baselines
+        if not self.settings.compiled:
+            base.eager, base.compile_tried = statistics.median(self.samples(self.oracle)[0]), True
+            return
         for last in (False, True):
             try:
                 oracle = self.compiled("", "default")

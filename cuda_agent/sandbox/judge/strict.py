@@ -68,7 +68,7 @@ def _measure_at(precision: str, prepared: PreparedTask, entry: PoolEntry, found:
             return
     eager = baseline("eager", precision)
     eagers = prepared.samples(prepared.oracle, careful=True)
-    for name, mode in _MODES.items() if precision in _TIMED else ():
+    for name, mode in _MODES.items() if precision in _TIMED and prepared.settings.compiled else ():
         label = baseline(name, precision)
         try:
             compiled = prepared.compiled(mode, precision)

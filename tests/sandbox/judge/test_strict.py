@@ -141,6 +141,18 @@ def test_a_strict_time_has_an_interval_and_baselines(timed: Running) -> None:
     assert len(verdict.samples) >= 12
 
 
+def test_against_eager_alone_nothing_is_compiled_and_other_verdicts_stay_apart(
+    timed: Running, start: Callable[..., Running]
+) -> None:
+    alone = start(timed.sandbox.cache.parent, compiled=False, clock="real", timed_calls=5, memory_mb=400)
+    for mode in ("quick", "strict"):
+        verdict = alone.evaluate(task(), plan_solution(), mode=mode)
+        assert verdict.status == "ok" and verdict.speedup_eager, verdict.message
+        assert verdict.compile_seconds is None and verdict.speedup_compile is None and verdict.interval
+    assert [*verdict.strict["baselines"]] == ["eager_fp32"] and not verdict.strict["failed"]
+    assert timed.evaluate(task(), plan_solution()).compile_seconds, "it is no verdict of the other kind"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_keeps_shape_dtype_and_range(kind: str) -> None:
     torch.manual_seed(0)
