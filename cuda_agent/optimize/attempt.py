@@ -6,7 +6,7 @@ sandbox: this process executes nothing that the model writes.  ``progress.Findin
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from cuda_agent.agent.tools import TOOLS, describe
 from cuda_agent.optimize.lessons import ASKED, Lesson, stated
 from cuda_agent.optimize.profile_text import profile_lines
 from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
+from cuda_agent.policy.chat import written
 from cuda_agent.policy.chat_stream import CHARACTERS, Reply
 from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
 from cuda_agent.sandbox.wire import ToolResult, Verdict
@@ -64,10 +65,11 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
     return messages
 
 
-def up_to_turn(messages: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
-    """Returns ``messages`` up to the end of turn ``turn`` (from 0): before the answer that begins the next turn."""
-    answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    return [*messages[: answered[turn + 1]]] if len(answered) > turn + 1 else [*messages]
+def _writing(files: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Returns the calls of a turn that writes ``files`` and verifies them."""
+    asked = [("Write", {"path": path, "content": text}) for path, text in sorted(files.items())]
+    asked.append(("Bash", {"command": "verify"}))
+    return [{"id": f"call-{i}", "name": name, "arguments": arguments} for i, (name, arguments) in enumerate(asked)]
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
@@ -120,24 +122,21 @@ class Attempt:
         """The limit that the first turn would exceed: a key of ``progress.ENDS``, or "" for none."""
         return self.budget.lacks(least_tokens(self.task, self.terms), 0)
 
-    def start_from(self, parent: Find, conversation: Sequence[dict[str, Any]]) -> None:
-        """Begins this attempt with the files of ``parent``, a solution of an earlier attempt whose messages are
-        ``conversation``. In the style ``full`` the conversation is new and tells the verdict on the solution. In the
-        style ``compact`` it goes on from the turn that wrote the solution: policies that were trained with this style
-        know no other beginning."""
-        solution, verdict, terms = parent.solution, parent.strict or parent.quick, self.terms
-        goes_on = terms.style == "compact"
-        turn = parent.turn + 1 if goes_on else 0
-        self.tell("parent", digest=solution.digest, of=parent.attempt, files=solution.files, turn=turn)
+    def start_from(self, parent: Find) -> None:
+        """Begins this attempt with the files of ``parent``, a solution of an earlier attempt. In the style ``full`` the
+        files are in the work folder, and the first message tells the verdict on them. In the style ``compact`` the
+        first turn writes and verifies them, without the model: policies that were trained with this style know no
+        other beginning."""
+        solution, verdict, compact = parent.solution, parent.strict or parent.quick, self.terms.style == "compact"
+        files = {} if compact else dict(solution.files)
+        self.tell("parent", digest=solution.digest, of=parent.attempt, files=files, turn=0)
         ratio = f", {factor(verdict):.2f} times as fast" if factor(verdict) else ""
         self.tell("note", text=f"starts from a solution of attempt {parent.attempt}{ratio}")
-        self.state.files, self.state.turn, self.state.parent = dict(solution.files), turn, solution.digest
-        self.environment.files = dict(solution.files)
+        self.state.files, self.state.parent = files, solution.digest
+        self.environment.files = dict(files)
         self.environment.best, self.environment.best_files = parent.quick, solution.files
-        if goes_on:
-            first = up_to_turn(conversation, parent.turn)
-        else:
-            first = self._first_messages(verdict)
+        first = self._first_messages(verdict)
+        if not compact:
             lines = [describe(verdict, "profile", "full"), *profile_lines(verdict), *verdict.advice]
             first[-1]["content"] += "\n\n" + _PARENT.format(verdict="\n".join(filter(None, lines)))
         for message in first:
@@ -153,7 +152,7 @@ class Attempt:
             SandboxUnready: A required protection or the compiler is missing."""
         state = self.state
         if not self._started:
-            for message in [_REOPENED] if state.messages else self._first_messages():
+            for message in self._reopened if state.messages else self._first_messages():
                 self._say(message)
         try:
             ended = await within(asyncio.timeout(self.budget.left), self._play(), "minutes")
@@ -181,6 +180,10 @@ class Attempt:
         return stated((await self._ask(answer, asked)).content)
 
     @property
+    def _reopened(self) -> list[dict[str, Any]]:
+        return [_REOPENED] if self.state.files else []
+
+    @property
     def _summary(self) -> str:
         return next((m["content"] for m in reversed(self.state.messages) if m["role"] == "assistant"), "")
 
@@ -204,7 +207,8 @@ class Attempt:
             except WorkspaceLost as lost:
                 self.tell("note", text=f"the work folder was lost: {lost}")
                 self._drop_unfinished_turn()
-                self._say(_REOPENED)
+                for message in self._reopened:
+                    self._say(message)
         return "infra"
 
     async def speak(self, turn: int) -> Calls | str:
@@ -216,6 +220,11 @@ class Attempt:
         last = terms.style == "full" and (turn + 1 == terms.turns or bool(short))
         self.tell("turn", turn=turn, last=last)
         self.environment.turn = turn
+        if turn == 0 and self.state.parent and terms.style == "compact":
+            calls = _writing(self.findings.by_digest[self.state.parent].solution.files)
+            self._say({"role": "assistant", "content": "", "tool_calls": calls, "raw": written("", calls)})
+            self._calls = calls
+            return calls
         try:
             closing = f"{_LAST} {ASKED}" if self.lessons is not None else _LAST
             reply = await self._ask(terms.answer_tokens, closing if last else "")

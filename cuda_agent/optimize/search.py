@@ -25,6 +25,7 @@ from cuda_agent.agent.progress import (
     Goal,
     SearchBudget,
     State,
+    Tell,
     Transcript,
     factor,
     read_events,
@@ -138,7 +139,7 @@ async def optimize(
                     numbers = range(1, max(order.attempts, *states, 0) + 1)  # after a resume, also those that began
                     told = [one for one in known if one.device == device] if order.learns else None
                     attempts = [Attempt(number, *facts, states.get(number, State()), told) for number in numbers]
-                    why = await _run_attempts(attempts, order, findings, transcript, stop)
+                    why = await run_attempts(attempts, order, findings, transcript.tell, stop)
                     best = await _confirm(task, sandbox, findings, transcript, stop)
                     if order.learns and best and why != "stopped":
                         learning = _learn(Path(order.lessons), device, task, best, attempts, findings, transcript)
@@ -207,8 +208,8 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
     return ServedModel(order.base_url, order.model, order.key_env, form=form)
 
 
-async def _run_attempts(
-    attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, transcript: Transcript, stop: asyncio.Event
+async def run_attempts(
+    attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, tell: Tell, stop: asyncio.Event
 ) -> str:
     """Runs ``attempts``, which share one budget.  With ``order.search``, runs as many at a time as there are islands,
     and later attempts start from solutions of earlier ones.  Without it, runs all side by side.  Returns "target" as
@@ -244,7 +245,7 @@ async def _run_attempts(
         stopped.cancel()
         for task, attempt in running.items():
             task.cancel()
-            transcript.tell("ended", attempt=attempt.number, why="stopped", summary="")
+            tell("ended", attempt=attempt.number, why="stopped", summary="")
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
@@ -254,7 +255,7 @@ def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Find
     parents = {one.number: one.state.parent for one in attempts if one.state.parent}
     finds = [*findings.by_digest.values()]
     if parent := choose(finds, parents, attempt.number, count, attempt.terms.seed):
-        attempt.start_from(parent, attempts[parent.attempt - 1].state.messages)
+        attempt.start_from(parent)
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any = None) -> Any:

@@ -442,6 +442,25 @@ def test_a_policy_of_this_project_is_played_in_its_own_form(run):
     assert [m["role"] for m in second["messages"][3:]] == ["tool", "tool"]
 
 
+def test_a_policy_of_this_project_can_change_the_solution_that_it_starts_from(run):
+    from cuda_agent.policy.chat import written
+
+    def text(turn):
+        return written("", [{"name": name, "arguments": arguments} for name, arguments in turn["calls"]])
+
+    faster = {"calls": [call("Write", path="kernels/fused.cpp", content=KERNEL + "// again\n"), *PROFILE["calls"]]}
+
+    def script(request):
+        first = request.get("seed", 0) // 100_000 == 1
+        turns = [text(WRITE), text(PROFILE)] if first else ["(played already)", text(faster)]
+        return [{"text": [*turns, "done"][min(turn_of(request), 2)]}]
+
+    outcome = run(script, style="compact", context=4000, attempts=2, target=1000.0)
+    assert outcome.why == "answer" and [event["of"] for event in run.kinds("parent")] == [1]
+    assert "read kernels/fused.cpp first" not in run.results()
+    assert [find["attempt"] for find in run.kinds("verdict") if "// again" in str(find["files"])][:1] == [2]
+
+
 def command(tmp_path, cache, *arguments, **environment):
     """``cache``: the folder of this name in what is the command's home."""
     homes = {"CUDA_AGENT_HOME": str(cache.parent), "XDG_DATA_HOME": str(tmp_path / "data")}
