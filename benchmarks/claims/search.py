@@ -42,7 +42,7 @@ from policy_server import NAME, served
 
 from cuda_agent.agent.progress import NO_TARGET, Findings, SearchBudget, factor
 from cuda_agent.config import Config, SandboxConfig
-from cuda_agent.optimize.archive import MOST_ISLANDS
+from cuda_agent.optimize.archive import MOST_BESIDE
 from cuda_agent.optimize.attempt import Attempt
 from cuda_agent.optimize.folder import SearchOrder
 from cuda_agent.optimize.search import run_attempts, unless
@@ -179,7 +179,7 @@ def play_all(plays: Sequence[Play], config: Config, options: argparse.Namespace,
     waiting = spawn.Queue()
     for play in plays:
         waiting.put(play)
-    batch = min(96, 2 * MOST_ISLANDS * options.parallel + options.parallel)
+    batch = min(96, 2 * MOST_BESIDE * options.parallel + options.parallel)
     with served(work / "policy", config.policy, batch, rest or shares[0], lease) as url:
         places = [spawn.Process(target=place, args=(share, cache, url, config, options, waiting))
                   for share, cache in zip(shares, caches, strict=True)]  # fmt: skip
@@ -236,7 +236,7 @@ async def played(play: Play, sandbox: Sandbox, url: str, config: Config, options
             if method == "search":
                 await run_attempts(attempts, order, findings, course.tell, course.stop)
             else:
-                await unless(course.stop, independent(attempts, 1 if method == "one" else MOST_ISLANDS))
+                await unless(course.stop, independent(attempts, 1 if method == "one" else MOST_BESIDE))
         return course
 
     courses = await asyncio.gather(*map(play_one, PLAYED))

@@ -1,44 +1,36 @@
 """Chooses the solution from which an attempt of a search starts.
 
-The attempts of a search belong to islands. An attempt usually starts from a solution of the same island, so that the
-search follows several ideas. More likely are fast solutions, solutions that differ from all faster ones, and solutions
-from which few attempts have started. Where there is no correct solution, an attempt starts from nothing."""
+The first attempts start from nothing, and each later one from one of all correct solutions so far. More likely are fast
+solutions, solutions that differ from all faster ones, and solutions from which few attempts have started. As long as
+there is no correct solution, attempts start from nothing."""
 
 from collections.abc import Mapping, Sequence
 from random import Random
 
 from cuda_agent.agent.progress import Find, factor
 
-MOST_ISLANDS = 4
-_VISIT = 0.25  # share of the attempts that may start from a solution of any island
-_RANK = 0.6  # weight of a solution, compared with that of the next faster one
+MOST_BESIDE = 4
+_POWER = 8  # of a solution's speed, as a share of the fastest one's: at 0.9 its weight is 0.43, at half it is 0.004
 _SAME = 0.1  # weight of a solution that equals a faster one, compared with one that shares no line with it
 
 
-def islands(attempts: int) -> int:
-    """Returns the number of islands of a search with ``attempts`` attempts. So many attempts run side by side."""
-    return max(1, min(MOST_ISLANDS, (attempts + 1) // 2))
-
-
-def island_of(attempt: int, count: int) -> int:
-    """Returns the island, from 0, of the attempt with this number, from 1. ``count`` is the number of islands."""
-    return (attempt - 1) % count
+def beside(attempts: int) -> int:
+    """Returns how many attempts of a search with ``attempts`` attempts run side by side. So many start from nothing."""
+    return max(1, min(MOST_BESIDE, (attempts + 1) // 2))
 
 
 def choose(finds: Sequence[Find], parents: Mapping[int, str], attempt: int, count: int, seed: int) -> Find | None:
-    """Returns the solution from which the attempt with number ``attempt`` starts, or None if it starts from nothing.
+    """Returns the solution from which the attempt with number ``attempt`` (from 1) starts, or None if it starts from
+    nothing.
 
-    The first attempt of an island starts from nothing. ``finds`` are the correct solutions so far. ``parents`` maps the
-    numbers of earlier attempts to the digests of the solutions from which they started. ``count`` is the number of
-    islands. Equal arguments give equal choices."""
-    if attempt <= count:
-        return None
-    random, island = Random(f"{seed}/{attempt}"), island_of(attempt, count)
-    own = [find for find in finds if island_of(find.attempt, count) == island]
-    chosen = [*finds] if not own or random.random() < _VISIT else own
-    ranked = sorted(chosen, key=lambda find: (-_speed(find), find.solution.digest))
+    The first ``count`` attempts start from nothing. ``finds`` are the correct solutions so far. ``parents`` maps the
+    numbers of earlier attempts to the digests of the solutions from which they started. Equal arguments give equal
+    choices."""
+    ranked = sorted(finds, key=lambda find: (-_speed(find), find.solution.digest))
     ranked = [find for find in ranked if _speed(find) > 0]
-    return random.choices(ranked, weights(ranked, [*parents.values()]))[0] if ranked else None
+    if attempt <= count or not ranked:
+        return None
+    return Random(f"{seed}/{attempt}").choices(ranked, weights(ranked, [*parents.values()]))[0]
 
 
 def weights(ranked: Sequence[Find], started: Sequence[str]) -> list[float]:
@@ -49,7 +41,8 @@ def weights(ranked: Sequence[Find], started: Sequence[str]) -> list[float]:
     for rank, find in enumerate(ranked):
         nearest = max((len(lines[rank] & other) / len(lines[rank] | other) for other in lines[:rank]), default=0.0)
         novelty = 1 - (1 - _SAME) * nearest
-        found.append(_RANK**rank * novelty / (1 + started.count(find.solution.digest)))
+        speed = (_speed(find) / _speed(ranked[0])) ** _POWER
+        found.append(speed * novelty / (1 + started.count(find.solution.digest)))
     return found
 
 

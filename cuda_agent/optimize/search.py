@@ -34,7 +34,7 @@ from cuda_agent.agent.tools import limiter
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.optimize import lessons
-from cuda_agent.optimize.archive import choose, islands
+from cuda_agent.optimize.archive import beside, choose
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far, write_solution
@@ -211,10 +211,11 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
 async def run_attempts(
     attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, tell: Tell, stop: asyncio.Event
 ) -> str:
-    """Runs ``attempts``, which share one budget.  With ``order.search``, runs as many at a time as there are islands,
-    and later attempts start from solutions of earlier ones.  Without it, runs all side by side.  Returns "target" as
-    soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last attempt ended."""
-    count = islands(len(attempts)) if order.search else len(attempts)
+    """Runs ``attempts``, which share one budget.  With ``order.search``, runs at most ``archive.MOST_BESIDE`` at a
+    time, and later attempts start from solutions of earlier ones.  Without it, runs all side by side.  Returns
+    "target" as soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last attempt
+    ended.  ``tell`` receives the ends of attempts that are cancelled."""
+    count = beside(len(attempts)) if order.search else len(attempts)
     waiting = deque(attempts)
     running: dict[asyncio.Task[str], Attempt] = {}
     stopped = asyncio.create_task(stop.wait())
@@ -250,8 +251,8 @@ async def run_attempts(
 
 
 def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, count: int) -> None:
-    """Lets ``attempt`` start from a solution of an earlier attempt, if there is a fitting one.  ``count`` is the number
-    of islands."""
+    """Lets ``attempt`` start from a solution of an earlier attempt, if there is one.  The first ``count`` attempts
+    start from nothing."""
     parents = {one.number: one.state.parent for one in attempts if one.state.parent}
     finds = [*findings.by_digest.values()]
     if parent := choose(finds, parents, attempt.number, count, attempt.terms.seed):
