@@ -10,13 +10,16 @@ from random import Random
 from cuda_agent.agent.progress import Find, factor
 
 MOST_BESIDE = 4
-_POWER = 8  # of a solution's speed, as a share of the fastest one's: at 0.9 its weight is 0.43, at half it is 0.004
+_FROM_NOTHING = 2  # most attempts that run side by side before there is a correct solution
+_POWER = 16  # of a solution's speed, as a share of the fastest one's: at 0.9 its weight is 0.19, at 0.8 it is 0.03
 _SAME = 0.1  # weight of a solution that equals a faster one, compared with one that shares no line with it
 
 
-def beside(attempts: int) -> int:
-    """Returns how many attempts of a search with ``attempts`` attempts run side by side. So many start from nothing."""
-    return max(1, min(MOST_BESIDE, (attempts + 1) // 2))
+def beside(attempts: int, found: bool) -> int:
+    """Returns how many attempts of a search with ``attempts`` attempts run side by side. ``found`` says whether there
+    is a correct solution. Before there is one they start from nothing, which costs as much and finds less than a start
+    from a solution; so there are fewer."""
+    return max(1, min(MOST_BESIDE if found else _FROM_NOTHING, (attempts + 1) // 2))
 
 
 def choose(finds: Sequence[Find], parents: Mapping[int, str], attempt: int, count: int, seed: int) -> Find | None:

@@ -52,6 +52,7 @@ from cuda_agent.tracking import write_whole
 Watch = Callable[[Event], None]
 _CONFIRMED = 5  # most solutions judged strictly at the end, until one is confirmed
 _LONGEST_FILE = 1 << 20
+_LOOK_SECONDS = 0.2  # between looks for the first correct solution
 _GAIN = 1.05  # least speed-up of which there is a lesson
 _LESSON_SECONDS = 60.0  # longest wait for the model's lesson
 
@@ -211,29 +212,33 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
 async def run_attempts(
     attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, tell: Tell, stop: asyncio.Event
 ) -> str:
-    """Runs ``attempts``, which share one budget.  With ``order.search``, runs at most ``archive.MOST_BESIDE`` at a
-    time, and later attempts start from solutions of earlier ones.  Without it, runs all side by side.  Returns
-    "target" as soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last attempt
-    ended.  ``tell`` receives the ends of attempts that are cancelled."""
-    count = beside(len(attempts)) if order.search else len(attempts)
+    """Runs ``attempts``, which share one budget.  With ``order.search``, runs some of them at a time
+    (``archive.beside``), and later attempts start from solutions of earlier ones.  Without it, runs all side by side.
+    Returns "target" as soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last
+    attempt ended.  ``tell`` receives the ends of attempts that are cancelled."""
+
+    def places() -> int:
+        return beside(len(attempts), bool(findings.by_digest)) if order.search else len(attempts)
+
     waiting = deque(attempts)
     running: dict[asyncio.Task[str], Attempt] = {}
     stopped = asyncio.create_task(stop.wait())
     why = ""
     try:
         while not stop.is_set():
-            while waiting and len(running) < count:
+            while waiting and len(running) < places():
                 attempt = waiting.popleft()
                 if order.search and not attempt.state.messages:
                     if why and (lacking := attempt.lacking):  # the first attempt tells what it lacks
                         why = lacking
                         waiting.clear()
                         break
-                    _choose_parent(attempt, attempts, findings, count)
+                    _choose_parent(attempt, attempts, findings)
                 running[asyncio.create_task(attempt.run())] = attempt
             if not running:
                 return why
-            done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            look = None if findings.by_digest or not waiting else _LOOK_SECONDS
+            done, _ = await asyncio.wait([*running, stopped], timeout=look, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in running if task in done]:
                 del running[task]
                 why = task.result()
@@ -250,12 +255,12 @@ async def run_attempts(
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
-def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, count: int) -> None:
-    """Lets ``attempt`` start from a solution of an earlier attempt, if there is one.  The first ``count`` attempts
-    start from nothing."""
+def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings) -> None:
+    """Lets ``attempt`` start from a solution of an earlier attempt, unless it is one of the first attempts, or there is
+    no solution."""
     parents = {one.number: one.state.parent for one in attempts if one.state.parent}
-    finds = [*findings.by_digest.values()]
-    if parent := choose(finds, parents, attempt.number, count, attempt.terms.seed):
+    finds, first = [*findings.by_digest.values()], beside(len(attempts), False)
+    if parent := choose(finds, parents, attempt.number, first, attempt.terms.seed):
         attempt.start_from(parent)
 
 

@@ -18,20 +18,20 @@ def find(text: str, ratio: float, attempt: int = 1, strict: float | None = None)
     return Find(solution, replace(OK, eager_seconds=ratio), attempt, 0, careful)
 
 
-@pytest.mark.parametrize(("attempts", "count"), [(1, 1), (2, 1), (3, 2), (4, 2), (7, 4), (64, 4)])
-def test_half_of_the_attempts_and_at_most_four_begin_from_nothing(attempts: int, count: int) -> None:
-    assert beside(attempts) == count
+@pytest.mark.parametrize(("attempts", "first", "later"), [(1, 1, 1), (2, 1, 1), (3, 2, 2), (6, 2, 3), (64, 2, 4)])
+def test_two_attempts_begin_from_nothing_and_four_from_solutions(attempts: int, first: int, later: int) -> None:
+    assert (beside(attempts, False), beside(attempts, True)) == (first, later)
     finds = [find("a", 2.0)]
-    starts = [choose(finds, {}, number, count, 0) for number in range(1, attempts + 1)]
-    assert starts == [None] * count + finds * (attempts - count)
-    assert choose([], {}, count + 1, count, 0) is None
+    starts = [choose(finds, {}, number, first, 0) for number in range(1, attempts + 1)]
+    assert starts == [None] * first + finds * (attempts - first)
+    assert choose([], {}, first + 1, first, 0) is None
 
 
 def test_an_attempt_starts_from_a_nearly_fastest_solution_wherever_it_was_found() -> None:
-    finds = [find("a", 3.0, 1), find("b", 2.9, 2), find("c", 2.9, 3), find("d", 1.5, 4)]
+    finds = [find("a", 3.0, 1), find("b", 2.9, 2), find("c", 2.9, 3), find("d", 2.3, 4)]
     chosen = Counter(str(choose(finds, {}, 5, 4, seed).attempt) for seed in range(400))
-    assert chosen["1"] > chosen["2"] > 80 and chosen["3"] > 80, "a few per cent are noise"
-    assert chosen["4"] < 10, "half as fast"
+    assert chosen["1"] > chosen["2"] > 60 and chosen["3"] > 60, "a few per cent are noise"
+    assert chosen["4"] < 10, "a quarter slower"
 
 
 def test_new_and_little_used_solutions_weigh_more() -> None:
