@@ -225,7 +225,7 @@ async def played(play: Play, sandbox: Sandbox, url: str, config: Config, options
         sandboxed.format, sandboxed.device, "compact", options.turns or config.evaluate.turns, config.policy.context,
         config.agent.turn_tokens, NO_TARGET, temperature=config.evaluate.temperature, seed=play.seed,
     )  # fmt: skip
-    most = 4 * options.verdicts  # conversations
+    most = 20 * options.verdicts  # conversations
     order = SearchOrder(url, NAME, attempts=most, terms=terms, minutes=None)
 
     async def play_one(method: str) -> Course:

@@ -2,9 +2,9 @@
 
 The first attempts start from nothing, and each later one from one of all correct solutions so far. More likely are fast
 solutions, solutions that differ from all faster ones, and solutions from which few attempts have started. As long as
-there is no correct solution, attempts start from nothing."""
+there is no correct solution, attempts start from nothing, and so does one after several that found nothing new."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 
 from cuda_agent.agent.progress import Find, factor
@@ -12,6 +12,7 @@ from cuda_agent.agent.progress import Find, factor
 MOST_BESIDE = 4
 _FROM_NOTHING = 2  # most attempts that run side by side before there is a correct solution
 _POWER = 16  # of a solution's speed, as a share of the fastest one's: at 0.9 its weight is 0.19, at 0.8 it is 0.03
+_MOST_IN_VAIN = 3  # attempts in a row that start from solutions and find no new one; the next starts from nothing
 _SAME = 0.1  # weight of a solution that equals a faster one, compared with one that shares no line with it
 
 
@@ -22,18 +23,29 @@ def beside(attempts: int, found: bool) -> int:
     return max(1, min(MOST_BESIDE if found else _FROM_NOTHING, (attempts + 1) // 2))
 
 
-def choose(finds: Sequence[Find], parents: Mapping[int, str], attempt: int, count: int, seed: int) -> Find | None:
-    """Returns the solution from which the attempt with number ``attempt`` (from 1) starts, or None if it starts from
-    nothing.
+def choose(finds: Sequence[Find], starts: Sequence[str], count: int, seed: int, busy: Collection[int]) -> Find | None:
+    """Returns the solution from which the next attempt starts, or None if it starts from nothing.
 
-    The first ``count`` attempts start from nothing. ``finds`` are the correct solutions so far. ``parents`` maps the
-    numbers of earlier attempts to the digests of the solutions from which they started. Equal arguments give equal
-    choices."""
+    The first ``count`` attempts start from nothing. ``finds`` are the correct solutions so far. ``starts`` holds the
+    digest of the solution from which each earlier attempt started, in the order of their numbers (from 1); it is empty
+    if the attempt started from nothing. ``busy`` are the numbers of the attempts that have not ended. Equal arguments
+    give equal choices."""
     ranked = sorted(finds, key=lambda find: (-_speed(find), find.solution.digest))
     ranked = [find for find in ranked if _speed(find) > 0]
-    if attempt <= count or not ranked:
+    if len(starts) < count or not ranked or _in_vain(finds, starts, busy) >= _MOST_IN_VAIN:
         return None
-    return Random(f"{seed}/{attempt}").choices(ranked, weights(ranked, [*parents.values()]))[0]
+    return Random(f"{seed}/{len(starts) + 1}").choices(ranked, weights(ranked, starts))[0]
+
+
+def _in_vain(finds: Sequence[Find], starts: Sequence[str], busy: Collection[int]) -> int:
+    """Returns how many attempts have started from a solution and ended without a new correct one, since the latest
+    attempt that found one or started from nothing."""
+    found, count = {find.attempt for find in finds}, 0
+    for number in range(len(starts), 0, -1):
+        if number in found or not starts[number - 1]:
+            break
+        count += number not in busy
+    return count
 
 
 def weights(ranked: Sequence[Find], started: Sequence[str]) -> list[float]:

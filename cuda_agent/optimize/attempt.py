@@ -65,11 +65,15 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
     return messages
 
 
-def _writing(files: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns the calls of a turn that writes ``files`` and verifies them."""
+def _opening(files: Mapping[str, str]) -> list[list[dict[str, Any]]]:
+    """Returns the tool calls of each of the first turns of a compact policy that starts from ``files``. They are those
+    of its training: it writes and verifies a solution, and profiles it."""
     asked = [("Write", {"path": path, "content": text}) for path, text in sorted(files.items())]
-    asked.append(("Bash", {"command": "verify"}))
-    return [{"id": f"call-{i}", "name": name, "arguments": arguments} for i, (name, arguments) in enumerate(asked)]
+    turns = [[*asked, ("Bash", {"command": "verify"})], [("Bash", {"command": "profile"})]]
+    return [
+        [{"id": f"call-{i}", "name": name, "arguments": arguments} for i, (name, arguments) in enumerate(turn)]
+        for turn in turns
+    ]
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
@@ -125,8 +129,8 @@ class Attempt:
     def start_from(self, parent: Find) -> None:
         """Begins this attempt with the files of ``parent``, a solution of an earlier attempt. In the style ``full`` the
         files are in the work folder, and the first message tells the verdict on them. In the style ``compact`` the
-        first turn writes and verifies them, without the model: policies that were trained with this style know no
-        other beginning."""
+        first turns write, verify and profile them, without the model: policies that were trained with this style know
+        no other beginning."""
         solution, verdict, compact = parent.solution, parent.strict or parent.quick, self.terms.style == "compact"
         files = {} if compact else dict(solution.files)
         self.tell("parent", digest=solution.digest, of=parent.attempt, files=files, turn=0)
@@ -220,11 +224,12 @@ class Attempt:
         last = terms.style == "full" and (turn + 1 == terms.turns or bool(short))
         self.tell("turn", turn=turn, last=last)
         self.environment.turn = turn
-        if turn == 0 and self.state.parent and terms.style == "compact":
-            calls = _writing(self.findings.by_digest[self.state.parent].solution.files)
-            self._say({"role": "assistant", "content": "", "tool_calls": calls, "raw": written("", calls)})
-            self._calls = calls
-            return calls
+        if self.state.parent and terms.style == "compact" and turn + 1 < terms.turns:
+            opening = _opening(self.findings.by_digest[self.state.parent].solution.files)
+            if turn < len(opening):
+                self._calls = calls = opening[turn]
+                self._say({"role": "assistant", "content": "", "tool_calls": calls, "raw": written("", calls)})
+                return calls
         try:
             closing = f"{_LAST} {ASKED}" if self.lessons is not None else _LAST
             reply = await self._ask(terms.answer_tokens, closing if last else "")

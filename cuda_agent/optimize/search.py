@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ async def run_attempts(
                         why = lacking
                         waiting.clear()
                         break
-                    _choose_parent(attempt, attempts, findings)
+                    _choose_parent(attempt, attempts, findings, {one.number for one in running.values()})
                 running[asyncio.create_task(attempt.run())] = attempt
             if not running:
                 return why
@@ -255,12 +255,11 @@ async def run_attempts(
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
-def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings) -> None:
-    """Lets ``attempt`` start from a solution of an earlier attempt, unless it is one of the first attempts, or there is
-    no solution."""
-    parents = {one.number: one.state.parent for one in attempts if one.state.parent}
-    finds, first = [*findings.by_digest.values()], beside(len(attempts), False)
-    if parent := choose(finds, parents, attempt.number, first, attempt.terms.seed):
+def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, busy: Collection[int]) -> None:
+    """Lets ``attempt`` start from a solution of an earlier attempt, if ``archive.choose`` finds one.  ``busy`` holds
+    the numbers of the attempts that are under way."""
+    finds, starts = [*findings.by_digest.values()], [one.state.parent for one in attempts[: attempt.number - 1]]
+    if parent := choose(finds, starts, beside(len(attempts), False), attempt.terms.seed, busy):
         attempt.start_from(parent)
 
 

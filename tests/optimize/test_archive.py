@@ -22,16 +22,26 @@ def find(text: str, ratio: float, attempt: int = 1, strict: float | None = None)
 def test_two_attempts_begin_from_nothing_and_four_from_solutions(attempts: int, first: int, later: int) -> None:
     assert (beside(attempts, False), beside(attempts, True)) == (first, later)
     finds = [find("a", 2.0)]
-    starts = [choose(finds, {}, number, first, 0) for number in range(1, attempts + 1)]
+    begun = [""] * first + ["x"] * (attempts - first)
+    starts = [choose(finds, begun[:number], first, 0, range(1, attempts)) for number in range(attempts)]
     assert starts == [None] * first + finds * (attempts - first)
-    assert choose([], {}, first + 1, first, 0) is None
+    assert choose([], begun, first, 0, ()) is None
 
 
 def test_an_attempt_starts_from_a_nearly_fastest_solution_wherever_it_was_found() -> None:
     finds = [find("a", 3.0, 1), find("b", 2.9, 2), find("c", 2.9, 3), find("d", 2.3, 4)]
-    chosen = Counter(str(choose(finds, {}, 5, 4, seed).attempt) for seed in range(400))
+    chosen = Counter(str(choose(finds, [""] * 4, 2, seed, ()).attempt) for seed in range(400))
     assert chosen["1"] > chosen["2"] > 60 and chosen["3"] > 60, "a few per cent are noise"
     assert chosen["4"] < 10, "a quarter slower"
+
+
+def test_an_attempt_starts_from_nothing_after_three_that_found_nothing_new() -> None:
+    finds, begun = [find("a", 2.0, attempt=1)], ["", "", "a", "a", "a"]
+    assert choose(finds, begun, 2, 0, ()) is None
+    assert choose(finds, begun, 2, 0, [4]) is finds[0], "one of them may still find something"
+    assert choose(finds, [*begun, "", "a", "a"], 2, 0, ()) is finds[0], "it is tried anew after that"
+    finds.append(find("b", 1.0, attempt=4))
+    assert choose(finds, begun, 2, 0, ()) is finds[0], "a new solution counts although it is slower"
 
 
 def test_new_and_little_used_solutions_weigh_more() -> None:
@@ -47,10 +57,10 @@ def test_a_strict_verdict_replaces_the_quick_one_and_a_refused_solution_is_no_st
     slow = find("a", 9.0, strict=1.9)
     refused = Find(Solution("plan", {"k.cpp": "b"}), replace(OK, eager_seconds=8.0), 1, 0, replace(OK, status="wrong"))
     better = find("c", 2.0)
-    chosen = Counter(choose([slow, refused, better], {}, 2, 1, seed).solution.files["k.cpp"] for seed in range(200))
+    chosen = Counter(choose([slow, refused, better], [""], 1, seed, ()).solution.files["k.cpp"] for seed in range(200))
     assert chosen["c"] > chosen["a"] > 0 and "b" not in chosen
 
 
 def test_equal_searches_choose_equally() -> None:
     finds = [find(str(n), 1.0 + n, 1 + n % 2) for n in range(6)]
-    assert [choose(finds, {}, 9, 2, 3) for _ in range(3)] == [choose(finds[::-1], {}, 9, 2, 3)] * 3
+    assert [choose(finds, [""] * 8, 2, 3, ()) for _ in range(3)] == [choose(finds[::-1], [""] * 8, 2, 3, ())] * 3

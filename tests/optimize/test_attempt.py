@@ -250,19 +250,29 @@ def test_an_attempt_starts_from_the_files_and_the_verdict_of_an_earlier_solution
     assert any("starts from a solution of attempt 1, 1.50 times" in event.get("text", "") for event in events)
 
 
-def test_a_compact_policy_begins_with_a_turn_that_writes_the_solution():
-    sandbox, model = Sandbox(verdict(ratio=1.2)), Model(said(PROFILE), said())
+def test_a_compact_policy_begins_with_turns_that_write_and_judge_the_solution():
+    sandbox, model = Sandbox(verdict(ratio=1.5)), Model(said())
     attempt, _ = started("compact", sandbox, model)
     first = model.asked[0]
-    assert [message["role"] for message in first] == ["system", "user", "assistant", "tool", "tool"]
-    verify = {"name": "Bash", "arguments": {"command": "verify"}}
-    asked = [{key: call[key] for key in ("name", "arguments")} for call in first[2]["tool_calls"]]
-    assert asked == [{"name": "Write", "arguments": {"path": "plan.json", "content": "p"}}, verify]
-    assert first[2]["raw"] == written("", asked), "in the form in which such policies write calls"
-    assert [message["content"] for message in first[3:]] == ["ok", "verify: ok"]
+    assert [m["role"] for m in first] == ["system", "user", "assistant", "tool", "tool", "assistant", "tool"]
+    asked = [[{key: call[key] for key in ("name", "arguments")} for call in first[i]["tool_calls"]] for i in (2, 5)]
+    commands = [{"name": "Bash", "arguments": {"command": command}} for command in ("verify", "profile")]
+    assert asked == [[{"name": "Write", "arguments": {"path": "plan.json", "content": "p"}}, commands[0]], commands[1:]]
+    assert first[2]["raw"] == written("", asked[0]), "in the form in which such policies write calls"
+    said_by_tools = [message["content"] for message in first if message["role"] == "tool"]
+    assert said_by_tools == ["ok", "verify: ok", "profile: 1.50x eager 1.50x compile, best"]
     assert sandbox.opened == [["SKILL.md", "model.py"]], "a file that the policy did not write would have to be read"
-    assert results(attempt)[2].endswith("1.20x compile, slower"), "it is compared with the solution it started from"
-    assert attempt.state.turn == 3 and attempt.budget.sampled == 2, "only the turns of the model cost tokens"
+    assert attempt.state.turn == 3 and attempt.budget.sampled == 1, "only the turns of the model cost tokens"
+
+
+def test_a_compact_policy_always_has_a_turn_of_its_own():
+    model = Model(said())
+    attempt = Attempt(
+        3, TASK, model, Sandbox(verdict(ratio=1.5)), replace(TERMS, style="compact", turns=2), SearchBudget(),
+        Findings({PARENT.solution.digest: PARENT}), lambda *_, **__: None,
+    )  # fmt: skip
+    attempt.start_from(PARENT)
+    assert asyncio.run(attempt.run()) == "answer" and len(model.asked) == 1
 
 
 @pytest.mark.parametrize("style", ["full", "compact"])

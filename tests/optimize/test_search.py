@@ -452,8 +452,8 @@ def test_a_policy_of_this_project_can_change_the_solution_that_it_starts_from(ru
 
     def script(request):
         first = request.get("seed", 0) // 100_000 == 1
-        turns = [text(WRITE), text(PROFILE)] if first else ["(played already)", text(faster)]
-        return [{"text": [*turns, "done"][min(turn_of(request), 2)]}]
+        turns = [text(WRITE), text(PROFILE)] if first else ["(not sampled)", "(not sampled)", text(faster)]
+        return [{"text": [*turns, "done"][min(turn_of(request), len(turns))]}]
 
     outcome = run(script, style="compact", context=4000, attempts=2, target=1000.0)
     assert outcome.why == "answer" and [event["of"] for event in run.kinds("parent")] == [1]
