@@ -206,6 +206,24 @@ def test_later_attempts_start_from_solutions_of_earlier_ones_and_a_resumed_searc
     assert any("+ 0.0f" in text for event in run.kinds("verdict") for text in event["files"].values())
 
 
+def test_places_open_while_the_first_attempts_go_on_as_soon_as_there_is_a_solution(run):
+    begun = set()
+
+    def script(request):
+        number, turn = request.get("seed", 0) // 100_000, turn_of(request)
+        begun.add(number)
+        if number == 1:
+            on = [{"calls": [call("Bash", command=f"sleep 0.1; echo {turn}")]}]
+            return [[WRITE], [PROFILE], DONE if 3 in begun else on][min(turn, 2)]
+        return DONE if 3 in begun else [{"calls": [call("Bash", command=f"sleep 0.1; echo {turn}")]}]
+
+    run(script, attempts=6, target=1000.0, turns=200, stop_at=lambda event: event["kind"] == "ended")
+    order = [(event["kind"], event["attempt"]) for event in run.events if event["kind"] in ("parent", "turn", "ended")]
+    before = order[: order.index(("parent", 3))]
+    assert {number for kind, number in before if kind == "turn"} == {1, 2}, "two begin from nothing"
+    assert not [number for kind, number in before if kind == "ended"], "the third does not wait for their end"
+
+
 def test_a_resumed_search_keeps_attempts_that_began_although_fewer_are_asked_for(run):
     found = threading.Event()
 
