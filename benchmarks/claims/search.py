@@ -95,13 +95,13 @@ class Course:
     verdicts: int  #: limit
     tokens: int  #: limit of sampled ones
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    found: list[tuple[int, float, str]] = field(default_factory=list)  #: (sampled tokens, speed-up or 0, status)
+    found: list[tuple[int, float, str, int]] = field(default_factory=list)  #: tokens, speed-up or 0, status, attempt
     once: int | None = None  #: number of verdicts of the first conversation; None: it has not ended
     prompt: int = 0
     sampled: int = 0
     again: int = 0  #: verdicts on solutions that this method has had before
     ended: Counter[str] = field(default_factory=Counter)  #: reason -> conversations
-    parents: int = 0  #: conversations that began with a solution
+    parents: list[int] = field(default_factory=list)  #: attempts that began with a solution
     seen: set[str] = field(default_factory=set)
 
     def tell(self, kind: str, attempt: int = 0, **facts: Any) -> None:
@@ -109,22 +109,22 @@ class Course:
         if kind == "spent":
             self.prompt, self.sampled = facts["prompt"], facts["sampled"]
         elif kind == "verdict":
-            self._take(Verdict.from_json(facts["verdict"]), facts["files"])
+            self._take(Verdict.from_json(facts["verdict"]), facts["files"], attempt)
         elif kind == "ended":
             self.ended[facts["why"]] += 1
             self.once = len(self.found) if self.once is None else self.once
         elif kind == "parent":
-            self.parents += 1
+            self.parents.append(attempt)
         if len(self.found) >= self.verdicts or self.sampled >= self.tokens:
             self.stop.set()
 
-    def _take(self, verdict: Verdict, files: dict[str, str]) -> None:
+    def _take(self, verdict: Verdict, files: dict[str, str], attempt: int) -> None:
         digest = Solution(verdict.format, files).digest
         if digest in self.seen:
             self.again += 1
         elif verdict.status != "infra" and not self.stop.is_set():
             self.seen.add(digest)
-            self.found.append((self.sampled, factor(verdict) or 0.0, verdict.status))
+            self.found.append((self.sampled, factor(verdict) or 0.0, verdict.status, attempt))
 
     def facts(self) -> dict[str, Any]:
         kept = ("found", "once", "prompt", "sampled", "again", "ended", "parents")

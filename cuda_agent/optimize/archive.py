@@ -12,7 +12,7 @@ from cuda_agent.agent.progress import Find, factor
 MOST_BESIDE = 4
 _FROM_NOTHING = 2  # most attempts that run side by side before there is a correct solution
 _POWER = 16  # of a solution's speed, as a share of the fastest one's: at 0.9 its weight is 0.19, at 0.8 it is 0.03
-_MOST_IN_VAIN = 3  # attempts in a row that start from solutions and find no new one; the next starts from nothing
+_MOST_IN_VAIN = 4  # attempts in a row that start from solutions and find no new one; the next starts from nothing
 _SAME = 0.1  # weight of a solution that equals a faster one, compared with one that shares no line with it
 
 

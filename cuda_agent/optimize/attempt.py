@@ -30,6 +30,7 @@ from cuda_agent.tasks.task import Task
 
 _CALLS = 32  # most tool calls of one turn
 _NUDGES = 2  # reminders in a row for a model that stops before the target
+_AGAIN = 8  # answers of a compact policy that stops before it has changed the solution from which it started
 _STUCK = 6  # equal turns in a row that end an attempt
 _LOSSES = 3  # lost workspaces, or faults of the sandbox in a row, that end an attempt
 _LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens below which nothing is shortened
@@ -233,6 +234,11 @@ class Attempt:
         try:
             closing = f"{_LAST} {ASKED}" if self.lessons is not None else _LAST
             reply = await self._ask(terms.answer_tokens, closing if last else "")
+            for again in range(1, _AGAIN + 1):
+                if not self._stops_at_once(reply):
+                    break
+                self.tell("void", text="the model stops before it has tried anything: it is asked again")
+                reply = await self._ask(terms.answer_tokens, again=again)
         except ContextTooLong:
             if terms.style == "compact":  # compact policies were not trained on shortened conversations
                 return "tokens"
@@ -283,8 +289,9 @@ class Attempt:
             return "target" if self.findings.reached.attempt == self.number else "stopped"
         return "infra" if self.environment.faults >= _LOSSES else None
 
-    async def _ask(self, answer: int, closing: str) -> Reply:
-        """Asks the model to go on.  With ``closing``, a last request, it shall call no tool."""
+    async def _ask(self, answer: int, closing: str = "", again: int = 0) -> Reply:
+        """Asks the model to go on.  With ``closing``, a last request, it shall call no tool.  ``again`` counts the
+        earlier answers of this turn that do not count."""
         asked = [{"role": "user", "content": closing}] if closing else []
         while True:
             room = int(max(self.context - answer, self.context // 4) * self.ratio)
@@ -298,7 +305,7 @@ class Attempt:
                     TOOLS,
                     answer,
                     self.terms.temperature,
-                    self.terms.seed * 1000 + self.number * 100_000 + self.state.turn,
+                    self.terms.seed * 1000 + self.number * 100_000 + self.state.turn + again * 10_000,
                     listen=lambda what, text: self.tell(what, text=text),
                     call=not closing,
                 )
@@ -320,6 +327,14 @@ class Attempt:
                 low, high = _CHARACTERS
                 self.ratio = min(max(size(sent) / reply.prompt_tokens, low), high)
             return reply
+
+    def _stops_at_once(self, reply: Reply) -> bool:
+        """Returns whether ``reply`` ends an attempt of a compact policy that has judged no solution but the one from
+        which it started.  There is no way to remind such a policy, but it may answer otherwise the next time."""
+        parent = self.state.parent
+        if self.terms.style == "full" or not parent or reply.calls or reply.malformed or reply.cut or reply.refused:
+            return False
+        return self.environment.judged <= {parent} and not self.budget.lacks(0, 0)
 
     def _repeats(self, reply: Reply) -> bool:
         key = json.dumps([reply.content, [[call["name"], call["arguments"]] for call in reply.calls]])

@@ -35,11 +35,11 @@ def test_an_attempt_starts_from_a_nearly_fastest_solution_wherever_it_was_found(
     assert chosen["4"] < 10, "a quarter slower"
 
 
-def test_an_attempt_starts_from_nothing_after_three_that_found_nothing_new() -> None:
-    finds, begun = [find("a", 2.0, attempt=1)], ["", "", "a", "a", "a"]
+def test_an_attempt_starts_from_nothing_after_four_that_found_nothing_new() -> None:
+    finds, begun = [find("a", 2.0, attempt=1)], ["", "", "a", "a", "a", "a"]
     assert choose(finds, begun, 2, 0, ()) is None
     assert choose(finds, begun, 2, 0, [4]) is finds[0], "one of them may still find something"
-    assert choose(finds, [*begun, "", "a", "a"], 2, 0, ()) is finds[0], "it is tried anew after that"
+    assert choose(finds, [*begun, "", "a", "a", "a"], 2, 0, ()) is finds[0], "it is tried anew after that"
     finds.append(find("b", 1.0, attempt=4))
     assert choose(finds, begun, 2, 0, ()) is finds[0], "a new solution counts although it is slower"
 

@@ -33,9 +33,11 @@ class Model:
 
     def __init__(self, *replies):
         self.replies, self.asked, self.form, self.lost = replies, [], "native", 0
+        self.seeds = []
 
-    async def chat(self, messages, tools, *_, **__):
+    async def chat(self, messages, tools, max_tokens, temperature, seed, **__):
         self.asked.append([dict(message) for message in messages])
+        self.seeds.append(seed)
         return self.replies[min(len(self.asked), len(self.replies)) - 1]
 
 
@@ -262,7 +264,25 @@ def test_a_compact_policy_begins_with_turns_that_write_and_judge_the_solution():
     said_by_tools = [message["content"] for message in first if message["role"] == "tool"]
     assert said_by_tools == ["ok", "verify: ok", "profile: 1.50x eager 1.50x compile, best"]
     assert sandbox.opened == [["SKILL.md", "model.py"]], "a file that the policy did not write would have to be read"
-    assert attempt.state.turn == 3 and attempt.budget.sampled == 1, "only the turns of the model cost tokens"
+    assert attempt.state.turn == 3 and attempt.budget.sampled == len(model.asked), (
+        "only the turns of the model cost tokens"
+    )
+
+
+def test_a_compact_policy_that_stops_at_once_is_asked_again_until_it_has_tried_something():
+    change = call("Write", path="plan.json", content="other")
+    model = Model(said(), said(), said(change, PROFILE), said())
+    attempt, events = started("compact", Sandbox(verdict(ratio=1.5)), model)
+    assert len(model.asked) == 4, "asked again twice, and not after it has tried something"
+    assert model.asked[0] == model.asked[1] == model.asked[2], "its answers leave no trace in the conversation"
+    assert len(set(model.seeds)) == 4, "an equal request would get an equal answer"
+    assert sum("asked again" in event.get("text", "") for event in events) == 2 and attempt.budget.sampled == 4
+    model = Model(said())
+    attempt, _ = started("compact", Sandbox(verdict(ratio=1.5)), model)
+    assert len(model.asked) == 9 and attempt.state.messages[-1]["role"] == "assistant", "then it has stopped"
+    model = Model(said())
+    run(model, Sandbox(verdict()), replace(TERMS, style="compact"))
+    assert len(model.asked) == 1, "an attempt from nothing stops as in training"
 
 
 def test_a_compact_policy_always_has_a_turn_of_its_own():
@@ -272,7 +292,7 @@ def test_a_compact_policy_always_has_a_turn_of_its_own():
         Findings({PARENT.solution.digest: PARENT}), lambda *_, **__: None,
     )  # fmt: skip
     attempt.start_from(PARENT)
-    assert asyncio.run(attempt.run()) == "answer" and len(model.asked) == 1
+    assert asyncio.run(attempt.run()) == "answer" and model.asked
 
 
 @pytest.mark.parametrize("style", ["full", "compact"])
