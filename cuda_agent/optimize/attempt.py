@@ -134,7 +134,7 @@ class Attempt:
         no other beginning."""
         solution, verdict, compact = parent.solution, parent.strict or parent.quick, self.terms.style == "compact"
         files = {} if compact else dict(solution.files)
-        self.tell("parent", digest=solution.digest, of=parent.attempt, files=files, turn=0)
+        self.tell("parent", digest=solution.digest, of=parent.attempt, files=files)
         ratio = f", {factor(verdict):.2f} times as fast" if factor(verdict) else ""
         self.tell("note", text=f"starts from a solution of attempt {parent.attempt}{ratio}")
         self.state.files, self.state.parent = files, solution.digest
