@@ -233,8 +233,7 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
         if number:
             state = states.setdefault(number, State())
         if kind == "parent":
-            state.files, state.turn = dict(event["files"]), event["turn"]
-            state.parent = event["digest"]
+            state.files, state.parent = dict(event["files"]), event["digest"]
         elif kind == "turn":
             turns[number] = event["turn"]
             pending[number] = []  # events of an unfinished turn do not count

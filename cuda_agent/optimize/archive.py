@@ -1,44 +1,51 @@
 """Chooses the solution from which an attempt of a search starts.
 
-The attempts of a search belong to islands. An attempt usually starts from a solution of the same island, so that the
-search follows several ideas. More likely are fast solutions, solutions that differ from all faster ones, and solutions
-from which few attempts have started. Where there is no correct solution, an attempt starts from nothing."""
+The first attempts start from nothing, and each later one from one of all correct solutions so far. More likely are fast
+solutions, solutions that differ from all faster ones, and solutions from which few attempts have started. As long as
+there is no correct solution, attempts start from nothing, and so does one after several that found nothing new."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 
 from cuda_agent.agent.progress import Find, factor
 
-MOST_ISLANDS = 4
-_VISIT = 0.25  # share of the attempts that may start from a solution of any island
-_RANK = 0.6  # weight of a solution, compared with that of the next faster one
+MOST_BESIDE = 4
+_FROM_NOTHING = 2  # most attempts that run side by side before there is a correct solution
+_POWER = 16  # of a solution's speed, as a share of the fastest one's: at 0.9 its weight is 0.19, at 0.8 it is 0.03
+_MOST_IN_VAIN = 4  # attempts in a row that start from solutions and find no new one; the next starts from nothing
 _SAME = 0.1  # weight of a solution that equals a faster one, compared with one that shares no line with it
 
 
-def islands(attempts: int) -> int:
-    """Returns the number of islands of a search with ``attempts`` attempts. So many attempts run side by side."""
-    return max(1, min(MOST_ISLANDS, (attempts + 1) // 2))
+def beside(attempts: int, found: bool) -> int:
+    """Returns how many attempts of a search with ``attempts`` attempts run side by side. ``found`` says whether there
+    is a correct solution. Before there is one they start from nothing, which costs as much and finds less than a start
+    from a solution; so there are fewer."""
+    return max(1, min(MOST_BESIDE if found else _FROM_NOTHING, (attempts + 1) // 2))
 
 
-def island_of(attempt: int, count: int) -> int:
-    """Returns the island, from 0, of the attempt with this number, from 1. ``count`` is the number of islands."""
-    return (attempt - 1) % count
+def choose(finds: Sequence[Find], starts: Sequence[str], count: int, seed: int, busy: Collection[int]) -> Find | None:
+    """Returns the solution from which the next attempt starts, or None if it starts from nothing.
 
-
-def choose(finds: Sequence[Find], parents: Mapping[int, str], attempt: int, count: int, seed: int) -> Find | None:
-    """Returns the solution from which the attempt with number ``attempt`` starts, or None if it starts from nothing.
-
-    The first attempt of an island starts from nothing. ``finds`` are the correct solutions so far. ``parents`` maps the
-    numbers of earlier attempts to the digests of the solutions from which they started. ``count`` is the number of
-    islands. Equal arguments give equal choices."""
-    if attempt <= count:
-        return None
-    random, island = Random(f"{seed}/{attempt}"), island_of(attempt, count)
-    own = [find for find in finds if island_of(find.attempt, count) == island]
-    chosen = [*finds] if not own or random.random() < _VISIT else own
-    ranked = sorted(chosen, key=lambda find: (-_speed(find), find.solution.digest))
+    The first ``count`` attempts start from nothing. ``finds`` are the correct solutions so far. ``starts`` holds the
+    digest of the solution from which each earlier attempt started, in the order of their numbers (from 1); it is empty
+    if the attempt started from nothing. ``busy`` are the numbers of the attempts that have not ended. Equal arguments
+    give equal choices."""
+    ranked = sorted(finds, key=lambda find: (-_speed(find), find.solution.digest))
     ranked = [find for find in ranked if _speed(find) > 0]
-    return random.choices(ranked, weights(ranked, [*parents.values()]))[0] if ranked else None
+    if len(starts) < count or not ranked or _in_vain(finds, starts, busy) >= _MOST_IN_VAIN:
+        return None
+    return Random(f"{seed}/{len(starts) + 1}").choices(ranked, weights(ranked, starts))[0]
+
+
+def _in_vain(finds: Sequence[Find], starts: Sequence[str], busy: Collection[int]) -> int:
+    """Returns how many attempts have started from a solution and ended without a new correct one, since the latest
+    attempt that found one or started from nothing."""
+    found, count = {find.attempt for find in finds}, 0
+    for number in range(len(starts), 0, -1):
+        if number in found or not starts[number - 1]:
+            break
+        count += number not in busy
+    return count
 
 
 def weights(ranked: Sequence[Find], started: Sequence[str]) -> list[float]:
@@ -49,7 +56,8 @@ def weights(ranked: Sequence[Find], started: Sequence[str]) -> list[float]:
     for rank, find in enumerate(ranked):
         nearest = max((len(lines[rank] & other) / len(lines[rank] | other) for other in lines[:rank]), default=0.0)
         novelty = 1 - (1 - _SAME) * nearest
-        found.append(_RANK**rank * novelty / (1 + started.count(find.solution.digest)))
+        speed = (_speed(find) / _speed(ranked[0])) ** _POWER
+        found.append(speed * novelty / (1 + started.count(find.solution.digest)))
     return found
 
 

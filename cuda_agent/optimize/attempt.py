@@ -6,7 +6,7 @@ sandbox: this process executes nothing that the model writes.  ``progress.Findin
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from cuda_agent.agent.tools import TOOLS, describe
 from cuda_agent.optimize.lessons import ASKED, Lesson, stated
 from cuda_agent.optimize.profile_text import profile_lines
 from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
+from cuda_agent.policy.chat import written
 from cuda_agent.policy.chat_stream import CHARACTERS, Reply
 from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
 from cuda_agent.sandbox.wire import ToolResult, Verdict
@@ -29,6 +30,7 @@ from cuda_agent.tasks.task import Task
 
 _CALLS = 32  # most tool calls of one turn
 _NUDGES = 2  # reminders in a row for a model that stops before the target
+_AGAIN = 8  # answers of a compact policy that stops before it has changed the solution from which it started
 _STUCK = 6  # equal turns in a row that end an attempt
 _LOSSES = 3  # lost workspaces, or faults of the sandbox in a row, that end an attempt
 _LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens below which nothing is shortened
@@ -64,10 +66,15 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
     return messages
 
 
-def up_to_turn(messages: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
-    """Returns ``messages`` up to the end of turn ``turn`` (from 0): before the answer that begins the next turn."""
-    answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    return [*messages[: answered[turn + 1]]] if len(answered) > turn + 1 else [*messages]
+def _opening(files: Mapping[str, str]) -> list[list[dict[str, Any]]]:
+    """Returns the tool calls of each of the first turns of a compact policy that starts from ``files``. They are those
+    of its training: it writes and verifies a solution, and profiles it."""
+    asked = [("Write", {"path": path, "content": text}) for path, text in sorted(files.items())]
+    turns = [[*asked, ("Bash", {"command": "verify"})], [("Bash", {"command": "profile"})]]
+    return [
+        [{"id": f"call-{i}", "name": name, "arguments": arguments} for i, (name, arguments) in enumerate(turn)]
+        for turn in turns
+    ]
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
@@ -120,24 +127,21 @@ class Attempt:
         """The limit that the first turn would exceed: a key of ``progress.ENDS``, or "" for none."""
         return self.budget.lacks(least_tokens(self.task, self.terms), 0)
 
-    def start_from(self, parent: Find, conversation: Sequence[dict[str, Any]]) -> None:
-        """Begins this attempt with the files of ``parent``, a solution of an earlier attempt whose messages are
-        ``conversation``. In the style ``full`` the conversation is new and tells the verdict on the solution. In the
-        style ``compact`` it goes on from the turn that wrote the solution: policies that were trained with this style
-        know no other beginning."""
-        solution, verdict, terms = parent.solution, parent.strict or parent.quick, self.terms
-        goes_on = terms.style == "compact"
-        turn = parent.turn + 1 if goes_on else 0
-        self.tell("parent", digest=solution.digest, of=parent.attempt, files=solution.files, turn=turn)
+    def start_from(self, parent: Find) -> None:
+        """Begins this attempt with the files of ``parent``, a solution of an earlier attempt. In the style ``full`` the
+        files are in the work folder, and the first message tells the verdict on them. In the style ``compact`` the
+        first turns write, verify and profile them, without the model: policies that were trained with this style know
+        no other beginning."""
+        solution, verdict, compact = parent.solution, parent.strict or parent.quick, self.terms.style == "compact"
+        files = {} if compact else dict(solution.files)
+        self.tell("parent", digest=solution.digest, of=parent.attempt, files=files)
         ratio = f", {factor(verdict):.2f} times as fast" if factor(verdict) else ""
         self.tell("note", text=f"starts from a solution of attempt {parent.attempt}{ratio}")
-        self.state.files, self.state.turn, self.state.parent = dict(solution.files), turn, solution.digest
-        self.environment.files = dict(solution.files)
+        self.state.files, self.state.parent = files, solution.digest
+        self.environment.files = dict(files)
         self.environment.best, self.environment.best_files = parent.quick, solution.files
-        if goes_on:
-            first = up_to_turn(conversation, parent.turn)
-        else:
-            first = self._first_messages(verdict)
+        first = self._first_messages(verdict)
+        if not compact:
             lines = [describe(verdict, "profile", "full"), *profile_lines(verdict), *verdict.advice]
             first[-1]["content"] += "\n\n" + _PARENT.format(verdict="\n".join(filter(None, lines)))
         for message in first:
@@ -153,7 +157,7 @@ class Attempt:
             SandboxUnready: A required protection or the compiler is missing."""
         state = self.state
         if not self._started:
-            for message in [_REOPENED] if state.messages else self._first_messages():
+            for message in self._reopened if state.messages else self._first_messages():
                 self._say(message)
         try:
             ended = await within(asyncio.timeout(self.budget.left), self._play(), "minutes")
@@ -181,6 +185,10 @@ class Attempt:
         return stated((await self._ask(answer, asked)).content)
 
     @property
+    def _reopened(self) -> list[dict[str, Any]]:
+        return [_REOPENED] if self.state.files else []
+
+    @property
     def _summary(self) -> str:
         return next((m["content"] for m in reversed(self.state.messages) if m["role"] == "assistant"), "")
 
@@ -204,7 +212,8 @@ class Attempt:
             except WorkspaceLost as lost:
                 self.tell("note", text=f"the work folder was lost: {lost}")
                 self._drop_unfinished_turn()
-                self._say(_REOPENED)
+                for message in self._reopened:
+                    self._say(message)
         return "infra"
 
     async def speak(self, turn: int) -> Calls | str:
@@ -216,9 +225,20 @@ class Attempt:
         last = terms.style == "full" and (turn + 1 == terms.turns or bool(short))
         self.tell("turn", turn=turn, last=last)
         self.environment.turn = turn
+        if self.state.parent and terms.style == "compact" and turn + 1 < terms.turns:
+            opening = _opening(self.findings.by_digest[self.state.parent].solution.files)
+            if turn < len(opening):
+                self._calls = calls = opening[turn]
+                self._say({"role": "assistant", "content": "", "tool_calls": calls, "raw": written("", calls)})
+                return calls
         try:
             closing = f"{_LAST} {ASKED}" if self.lessons is not None else _LAST
             reply = await self._ask(terms.answer_tokens, closing if last else "")
+            for again in range(1, _AGAIN + 1):
+                if not self._stops_at_once(reply):
+                    break
+                self.tell("void", text="the model stops before it has tried anything: it is asked again")
+                reply = await self._ask(terms.answer_tokens, again=again)
         except ContextTooLong:
             if terms.style == "compact":  # compact policies were not trained on shortened conversations
                 return "tokens"
@@ -269,8 +289,9 @@ class Attempt:
             return "target" if self.findings.reached.attempt == self.number else "stopped"
         return "infra" if self.environment.faults >= _LOSSES else None
 
-    async def _ask(self, answer: int, closing: str) -> Reply:
-        """Asks the model to go on.  With ``closing``, a last request, it shall call no tool."""
+    async def _ask(self, answer: int, closing: str = "", again: int = 0) -> Reply:
+        """Asks the model to go on.  With ``closing``, a last request, it shall call no tool.  ``again`` counts the
+        earlier answers of this turn that do not count."""
         asked = [{"role": "user", "content": closing}] if closing else []
         while True:
             room = int(max(self.context - answer, self.context // 4) * self.ratio)
@@ -284,7 +305,7 @@ class Attempt:
                     TOOLS,
                     answer,
                     self.terms.temperature,
-                    self.terms.seed * 1000 + self.number * 100_000 + self.state.turn,
+                    self.terms.seed * 1000 + self.number * 100_000 + self.state.turn + again * 10_000,
                     listen=lambda what, text: self.tell(what, text=text),
                     call=not closing,
                 )
@@ -306,6 +327,14 @@ class Attempt:
                 low, high = _CHARACTERS
                 self.ratio = min(max(size(sent) / reply.prompt_tokens, low), high)
             return reply
+
+    def _stops_at_once(self, reply: Reply) -> bool:
+        """Returns whether ``reply`` ends an attempt of a compact policy that has judged no solution but the one from
+        which it started.  There is no way to remind such a policy, but it may answer otherwise the next time."""
+        parent = self.state.parent
+        if self.terms.style == "full" or not parent or reply.calls or reply.malformed or reply.cut or reply.refused:
+            return False
+        return self.environment.judged <= {parent} and not self.budget.lacks(0, 0)
 
     def _repeats(self, reply: Reply) -> bool:
         key = json.dumps([reply.content, [[call["name"], call["arguments"]] for call in reply.calls]])

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from cuda_agent.agent.progress import (
     Goal,
     SearchBudget,
     State,
+    Tell,
     Transcript,
     factor,
     read_events,
@@ -33,7 +34,7 @@ from cuda_agent.agent.tools import limiter
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.optimize import lessons
-from cuda_agent.optimize.archive import choose, islands
+from cuda_agent.optimize.archive import beside, choose
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far, write_solution
@@ -51,6 +52,7 @@ from cuda_agent.tracking import write_whole
 Watch = Callable[[Event], None]
 _CONFIRMED = 5  # most solutions judged strictly at the end, until one is confirmed
 _LONGEST_FILE = 1 << 20
+_LOOK_SECONDS = 0.2  # between looks for the first correct solution
 _GAIN = 1.05  # least speed-up of which there is a lesson
 _LESSON_SECONDS = 60.0  # longest wait for the model's lesson
 
@@ -138,7 +140,7 @@ async def optimize(
                     numbers = range(1, max(order.attempts, *states, 0) + 1)  # after a resume, also those that began
                     told = [one for one in known if one.device == device] if order.learns else None
                     attempts = [Attempt(number, *facts, states.get(number, State()), told) for number in numbers]
-                    why = await _run_attempts(attempts, order, findings, transcript, stop)
+                    why = await run_attempts(attempts, order, findings, transcript.tell, stop)
                     best = await _confirm(task, sandbox, findings, transcript, stop)
                     if order.learns and best and why != "stopped":
                         learning = _learn(Path(order.lessons), device, task, best, attempts, findings, transcript)
@@ -207,31 +209,36 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
     return ServedModel(order.base_url, order.model, order.key_env, form=form)
 
 
-async def _run_attempts(
-    attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, transcript: Transcript, stop: asyncio.Event
+async def run_attempts(
+    attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, tell: Tell, stop: asyncio.Event
 ) -> str:
-    """Runs ``attempts``, which share one budget.  With ``order.search``, runs as many at a time as there are islands,
-    and later attempts start from solutions of earlier ones.  Without it, runs all side by side.  Returns "target" as
-    soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last attempt ended."""
-    count = islands(len(attempts)) if order.search else len(attempts)
+    """Runs ``attempts``, which share one budget.  With ``order.search``, runs some of them at a time
+    (``archive.beside``), and later attempts start from solutions of earlier ones.  Without it, runs all side by side.
+    Returns "target" as soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last
+    attempt ended.  ``tell`` receives the ends of attempts that are cancelled."""
+
+    def places() -> int:
+        return beside(len(attempts), bool(findings.by_digest)) if order.search else len(attempts)
+
     waiting = deque(attempts)
     running: dict[asyncio.Task[str], Attempt] = {}
     stopped = asyncio.create_task(stop.wait())
     why = ""
     try:
         while not stop.is_set():
-            while waiting and len(running) < count:
+            while waiting and len(running) < places():
                 attempt = waiting.popleft()
                 if order.search and not attempt.state.messages:
                     if why and (lacking := attempt.lacking):  # the first attempt tells what it lacks
                         why = lacking
                         waiting.clear()
                         break
-                    _choose_parent(attempt, attempts, findings, count)
+                    _choose_parent(attempt, attempts, findings, {one.number for one in running.values()})
                 running[asyncio.create_task(attempt.run())] = attempt
             if not running:
                 return why
-            done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            look = None if findings.by_digest or not waiting else _LOOK_SECONDS
+            done, _ = await asyncio.wait([*running, stopped], timeout=look, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in running if task in done]:
                 del running[task]
                 why = task.result()
@@ -244,17 +251,16 @@ async def _run_attempts(
         stopped.cancel()
         for task, attempt in running.items():
             task.cancel()
-            transcript.tell("ended", attempt=attempt.number, why="stopped", summary="")
+            tell("ended", attempt=attempt.number, why="stopped", summary="")
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
-def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, count: int) -> None:
-    """Lets ``attempt`` start from a solution of an earlier attempt, if there is a fitting one.  ``count`` is the number
-    of islands."""
-    parents = {one.number: one.state.parent for one in attempts if one.state.parent}
-    finds = [*findings.by_digest.values()]
-    if parent := choose(finds, parents, attempt.number, count, attempt.terms.seed):
-        attempt.start_from(parent, attempts[parent.attempt - 1].state.messages)
+def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, busy: Collection[int]) -> None:
+    """Lets ``attempt`` start from a solution of an earlier attempt, if ``archive.choose`` finds one.  ``busy`` holds
+    the numbers of the attempts that are under way."""
+    finds, starts = [*findings.by_digest.values()], [one.state.parent for one in attempts[: attempt.number - 1]]
+    if parent := choose(finds, starts, beside(len(attempts), False), attempt.terms.seed, busy):
+        attempt.start_from(parent)
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any = None) -> Any:

@@ -41,8 +41,9 @@ class SearchEnvironment(KernelEnvironment):
     """The environment of attempt number ``attempt``: it runs the model's tool calls, and reports events through
     ``tell``.  The model's commands, such as "verify", judge its solution in quick mode, the usual mode.  If the
     solution reaches the target, the command also judges it in strict mode, which is slower and more thorough.
-    ``lessons`` are those of earlier searches: the command profile tells fitting ones.  ``faults`` counts the failures
-    of the sandbox since its last successful judgement."""
+    ``lessons`` are those of earlier searches: the command profile tells fitting ones.  ``judged`` are the digests of
+    the solutions that were judged.  ``faults`` counts the failures of the sandbox since its last successful
+    judgement."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class SearchEnvironment(KernelEnvironment):
         self.terms, self.findings, self.attempt, self.tell = terms, findings, attempt, tell
         self.turn = self.faults = 0
         self._lessons, self._told = lessons, list[Lesson]()
-        self._judged: set[str] = set()
+        self.judged: set[str] = set()
         mine = [find for find in findings.by_digest.values() if find.attempt == attempt]  # before a resume
         if earlier := max(mine, key=lambda find: merit(find.quick), default=None):
             self.best, self.best_files = earlier.quick, earlier.solution.files
@@ -116,7 +117,7 @@ class SearchEnvironment(KernelEnvironment):
         except SandboxFault as fault:
             verdict = fault.verdict
             self.faults += 1
-        self._judged.add(solution.digest)
+        self.judged.add(solution.digest)
         self.findings.note(solution, verdict, self.attempt, self.turn)
         self.tell("verdict", command=command, verdict=verdict.to_json(), files=solution.files, factor=factor(verdict))
         return verdict
@@ -132,7 +133,7 @@ class SearchEnvironment(KernelEnvironment):
 
     async def judge_rest(self) -> None:
         """Judges the solution in the work folder, unless it was judged before or the target is reached."""
-        if self.solution.files and self.solution.digest not in self._judged and not self.findings.reached:
+        if self.solution.files and self.solution.digest not in self.judged and not self.findings.reached:
             await self.judge(self.solution)
 
 

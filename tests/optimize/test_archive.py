@@ -6,40 +6,47 @@ from dataclasses import replace
 import pytest
 
 from cuda_agent.agent.progress import Find
-from cuda_agent.optimize.archive import choose, island_of, islands, weights
+from cuda_agent.optimize.archive import beside, choose, weights
 from cuda_agent.sandbox.wire import Solution, Verdict
 
 OK = Verdict("ok", "plan", "quick", "cpu", "model", seconds=1.0)
 
 
-def find(text: str, ratio: float, attempt: int, strict: float | None = None) -> Find:
+def find(text: str, ratio: float, attempt: int = 1, strict: float | None = None) -> Find:
     solution = Solution("plan", {"k.cpp": text})
     careful = None if strict is None else replace(OK, mode="strict", eager_seconds=strict)
     return Find(solution, replace(OK, eager_seconds=ratio), attempt, 0, careful)
 
 
-@pytest.mark.parametrize(("attempts", "count"), [(1, 1), (2, 1), (3, 2), (4, 2), (7, 4), (64, 4)])
-def test_islands_leave_attempts_that_start_from_others(attempts: int, count: int) -> None:
-    assert islands(attempts) == count
-    assert [island_of(number, count) for number in (1, count, count + 1)] == [0, count - 1, 0]
+@pytest.mark.parametrize(("attempts", "first", "later"), [(1, 1, 1), (2, 1, 1), (3, 2, 2), (6, 2, 3), (64, 2, 4)])
+def test_two_attempts_begin_from_nothing_and_four_from_solutions(attempts: int, first: int, later: int) -> None:
+    assert (beside(attempts, False), beside(attempts, True)) == (first, later)
+    finds = [find("a", 2.0)]
+    begun = [""] * first + ["x"] * (attempts - first)
+    starts = [choose(finds, begun[:number], first, 0, range(1, attempts)) for number in range(attempts)]
+    assert starts == [None] * first + finds * (attempts - first)
+    assert choose([], begun, first, 0, ()) is None
 
 
-def test_the_first_attempt_of_an_island_starts_from_nothing() -> None:
-    finds = [find("a", 2.0, 1)]
-    assert choose(finds, {}, 2, 2, 0) is None and choose(finds, {}, 3, 2, 0) is finds[0]
-    assert choose([], {}, 3, 2, 0) is None
+def test_an_attempt_starts_from_a_nearly_fastest_solution_wherever_it_was_found() -> None:
+    finds = [find("a", 3.0, 1), find("b", 2.9, 2), find("c", 2.9, 3), find("d", 2.3, 4)]
+    chosen = Counter(str(choose(finds, [""] * 4, 2, seed, ()).attempt) for seed in range(400))
+    assert chosen["1"] > chosen["2"] > 60 and chosen["3"] > 60, "a few per cent are noise"
+    assert chosen["4"] < 10, "a quarter slower"
 
 
-def test_most_start_from_their_own_island_and_some_from_another() -> None:
-    own, others = find("a", 1.0, 1), find("b", 9.0, 2)
-    chosen = Counter(choose([own, others], {}, 3, 2, seed).attempt for seed in range(400))
-    assert 280 < chosen[1] < 400 and chosen[2] > 20
-    assert choose([others], {}, 3, 2, 0) is others, "its island has none"
+def test_an_attempt_starts_from_nothing_after_four_that_found_nothing_new() -> None:
+    finds, begun = [find("a", 2.0, attempt=1)], ["", "", "a", "a", "a", "a"]
+    assert choose(finds, begun, 2, 0, ()) is None
+    assert choose(finds, begun, 2, 0, [4]) is finds[0], "one of them may still find something"
+    assert choose(finds, [*begun, "", "a", "a", "a"], 2, 0, ()) is finds[0], "it is tried anew after that"
+    finds.append(find("b", 1.0, attempt=4))
+    assert choose(finds, begun, 2, 0, ()) is finds[0], "a new solution counts although it is slower"
 
 
-def test_fast_new_and_little_used_solutions_weigh_more() -> None:
+def test_new_and_little_used_solutions_weigh_more() -> None:
     text = "\n".join(f"line {n}" for n in range(10))
-    fast, same, new = find(text, 3.0, 1), find(text + "\nmore", 2.9, 1), find("other\nwords", 2.8, 1)
+    fast, same, new = find(text, 3.0), find(text + "\nmore", 3.0), find("other\nwords", 2.9)
     first, second, third = weights([fast, same, new], [])
     assert first == 1.0 and second < third, "the second is nearly the first"
     used = weights([fast, same, new], [fast.solution.digest] * 2)
@@ -47,13 +54,13 @@ def test_fast_new_and_little_used_solutions_weigh_more() -> None:
 
 
 def test_a_strict_verdict_replaces_the_quick_one_and_a_refused_solution_is_no_start() -> None:
-    slow = find("a", 9.0, 1, strict=1.0)
+    slow = find("a", 9.0, strict=1.9)
     refused = Find(Solution("plan", {"k.cpp": "b"}), replace(OK, eager_seconds=8.0), 1, 0, replace(OK, status="wrong"))
-    better = find("c", 2.0, 1)
-    chosen = Counter(choose([slow, refused, better], {}, 2, 1, seed).solution.files["k.cpp"] for seed in range(200))
+    better = find("c", 2.0)
+    chosen = Counter(choose([slow, refused, better], [""], 1, seed, ()).solution.files["k.cpp"] for seed in range(200))
     assert chosen["c"] > chosen["a"] > 0 and "b" not in chosen
 
 
 def test_equal_searches_choose_equally() -> None:
     finds = [find(str(n), 1.0 + n, 1 + n % 2) for n in range(6)]
-    assert [choose(finds, {}, 9, 2, 3) for _ in range(3)] == [choose(finds[::-1], {}, 9, 2, 3)] * 3
+    assert [choose(finds, [""] * 8, 2, 3, ()) for _ in range(3)] == [choose(finds[::-1], [""] * 8, 2, 3, ())] * 3

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cuda_agent.agent.progress import ENDS, NO_TARGET, Find, Findings, Goal, SearchBudget, State, replayed
-from cuda_agent.optimize.attempt import Attempt, up_to_turn
+from cuda_agent.optimize.attempt import Attempt
 from cuda_agent.optimize.lessons import Lesson
 from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
+from cuda_agent.policy.chat import written
 from cuda_agent.policy.chat_stream import Reply
 from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
@@ -32,9 +33,11 @@ class Model:
 
     def __init__(self, *replies):
         self.replies, self.asked, self.form, self.lost = replies, [], "native", 0
+        self.seeds = []
 
-    async def chat(self, messages, tools, *_, **__):
+    async def chat(self, messages, tools, max_tokens, temperature, seed, **__):
         self.asked.append([dict(message) for message in messages])
+        self.seeds.append(seed)
         return self.replies[min(len(self.asked), len(self.replies)) - 1]
 
 
@@ -224,20 +227,16 @@ def test_tokens_without_room_end_the_attempt_and_what_is_left_is_judged():
 
 
 PARENT = Find(Solution("plan", {"plan.json": "p"}), verdict(ratio=1.5), 1, 1)
-CONVERSATION = [
-    {"role": "user", "content": "task"},
-    *({"role": role, "content": f"{role} {turn}"} for turn in range(3) for role in ("assistant", "tool")),
-]
 
 
 def started(style, sandbox, model):
     """An attempt of ``style`` that started from PARENT, and its events as a transcript has them."""
     events = []
     attempt = Attempt(
-        3, TASK, model, sandbox, replace(TERMS, style=style), SearchBudget(), Findings(),
-        lambda kind, **facts: events.append({"kind": kind} | facts),
+        3, TASK, model, sandbox, replace(TERMS, style=style), SearchBudget(),
+        Findings({PARENT.solution.digest: PARENT}), lambda kind, **facts: events.append({"kind": kind} | facts),
     )  # fmt: skip
-    attempt.start_from(PARENT, CONVERSATION)
+    attempt.start_from(PARENT)
     asyncio.run(attempt.run())
     return attempt, events
 
@@ -253,11 +252,47 @@ def test_an_attempt_starts_from_the_files_and_the_verdict_of_an_earlier_solution
     assert any("starts from a solution of attempt 1, 1.50 times" in event.get("text", "") for event in events)
 
 
-def test_a_compact_policy_goes_on_after_the_turn_that_wrote_the_solution():
+def test_a_compact_policy_begins_with_turns_that_write_and_judge_the_solution():
+    sandbox, model = Sandbox(verdict(ratio=1.5)), Model(said())
+    attempt, _ = started("compact", sandbox, model)
+    first = model.asked[0]
+    assert [m["role"] for m in first] == ["system", "user", "assistant", "tool", "tool", "assistant", "tool"]
+    asked = [[{key: call[key] for key in ("name", "arguments")} for call in first[i]["tool_calls"]] for i in (2, 5)]
+    commands = [{"name": "Bash", "arguments": {"command": command}} for command in ("verify", "profile")]
+    assert asked == [[{"name": "Write", "arguments": {"path": "plan.json", "content": "p"}}, commands[0]], commands[1:]]
+    assert first[2]["raw"] == written("", asked[0]), "in the form in which such policies write calls"
+    said_by_tools = [message["content"] for message in first if message["role"] == "tool"]
+    assert said_by_tools == ["ok", "verify: ok", "profile: 1.50x eager 1.50x compile, best"]
+    assert sandbox.opened == [["SKILL.md", "model.py"]], "a file that the policy did not write would have to be read"
+    assert attempt.state.turn == 3 and attempt.budget.sampled == len(model.asked), (
+        "only the turns of the model cost tokens"
+    )
+
+
+def test_a_compact_policy_that_stops_at_once_is_asked_again_until_it_has_tried_something():
+    change = call("Write", path="plan.json", content="other")
+    model = Model(said(), said(), said(change, PROFILE), said())
+    attempt, events = started("compact", Sandbox(verdict(ratio=1.5)), model)
+    assert len(model.asked) == 4, "asked again twice, and not after it has tried something"
+    assert model.asked[0] == model.asked[1] == model.asked[2], "its answers leave no trace in the conversation"
+    assert len(set(model.seeds)) == 4, "an equal request would get an equal answer"
+    assert sum("asked again" in event.get("text", "") for event in events) == 2 and attempt.budget.sampled == 4
     model = Model(said())
-    attempt, _ = started("compact", Sandbox(verdict()), model)
-    assert model.asked[0] == CONVERSATION[:5] and attempt.state.turn == 3
-    assert up_to_turn(CONVERSATION, 2) == CONVERSATION == up_to_turn(CONVERSATION, 9)
+    attempt, _ = started("compact", Sandbox(verdict(ratio=1.5)), model)
+    assert len(model.asked) == 9 and attempt.state.messages[-1]["role"] == "assistant", "then it has stopped"
+    model = Model(said())
+    run(model, Sandbox(verdict()), replace(TERMS, style="compact"))
+    assert len(model.asked) == 1, "an attempt from nothing stops as in training"
+
+
+def test_a_compact_policy_always_has_a_turn_of_its_own():
+    model = Model(said())
+    attempt = Attempt(
+        3, TASK, model, Sandbox(verdict(ratio=1.5)), replace(TERMS, style="compact", turns=2), SearchBudget(),
+        Findings({PARENT.solution.digest: PARENT}), lambda *_, **__: None,
+    )  # fmt: skip
+    attempt.start_from(PARENT)
+    assert asyncio.run(attempt.run()) == "answer" and model.asked
 
 
 @pytest.mark.parametrize("style", ["full", "compact"])
@@ -270,7 +305,15 @@ def test_a_resumed_search_knows_what_an_attempt_started_from(style):
     assert state.parent == attempt.state.parent == PARENT.solution.digest
     cut = next(index for index, event in enumerate(events) if event["kind"] == "turn")
     begun = replayed([{"attempt": 3} | event for event in events[:cut]])[0][3]
-    assert begun.files == {"plan.json": "p"} and begun.turn == (0 if style == "full" else 2)
+    assert begun.files == ({"plan.json": "p"} if style == "full" else {}) and begun.turn == 0
+    model = Model(said())
+    resumed = Attempt(
+        3, TASK, model, Sandbox(verdict(ratio=1.2)), replace(TERMS, style=style), SearchBudget(),
+        Findings({PARENT.solution.digest: PARENT}), lambda *_, **__: None, state=begun,
+    )  # fmt: skip
+    asyncio.run(resumed.run())
+    assert resumed.state.files == {"plan.json": "p"}
+    assert ("opened again" in str(model.asked[0])) == (style == "full"), "a compact policy wrote the files just now"
 
 
 LIMITED = replace(verdict(ratio=1.5), clock="real", bytes=100, peak_bytes_per_second=200.0)
@@ -298,7 +341,7 @@ def test_an_attempt_that_starts_from_a_solution_is_told_lessons_of_its_limit_at_
         2, TASK, Model(said()), Sandbox(first), TERMS, SearchBudget(), Findings(), lambda *_, **__: None,
         lessons=[SAME_LIMIT],
     )  # fmt: skip
-    attempt.start_from(parent, [])
+    attempt.start_from(parent)
     assert SAME_LIMIT.text in attempt.state.messages[-1]["content"]
 
 

@@ -206,6 +206,24 @@ def test_later_attempts_start_from_solutions_of_earlier_ones_and_a_resumed_searc
     assert any("+ 0.0f" in text for event in run.kinds("verdict") for text in event["files"].values())
 
 
+def test_places_open_while_the_first_attempts_go_on_as_soon_as_there_is_a_solution(run):
+    begun = set()
+
+    def script(request):
+        number, turn = request.get("seed", 0) // 100_000, turn_of(request)
+        begun.add(number)
+        if number == 1:
+            on = [{"calls": [call("Bash", command=f"sleep 0.1; echo {turn}")]}]
+            return [[WRITE], [PROFILE], DONE if 3 in begun else on][min(turn, 2)]
+        return DONE if 3 in begun else [{"calls": [call("Bash", command=f"sleep 0.1; echo {turn}")]}]
+
+    run(script, attempts=6, target=1000.0, turns=200, stop_at=lambda event: event["kind"] == "ended")
+    order = [(event["kind"], event["attempt"]) for event in run.events if event["kind"] in ("parent", "turn", "ended")]
+    before = order[: order.index(("parent", 3))]
+    assert {number for kind, number in before if kind == "turn"} == {1, 2}, "two begin from nothing"
+    assert not [number for kind, number in before if kind == "ended"], "the third does not wait for their end"
+
+
 def test_a_resumed_search_keeps_attempts_that_began_although_fewer_are_asked_for(run):
     found = threading.Event()
 
@@ -440,6 +458,25 @@ def test_a_policy_of_this_project_is_played_in_its_own_form(run):
     assert first["messages"] == wanted and "tools" not in first
     assert second["messages"][2] == {"role": "assistant", "content": written("", calls[0])}
     assert [m["role"] for m in second["messages"][3:]] == ["tool", "tool"]
+
+
+def test_a_policy_of_this_project_can_change_the_solution_that_it_starts_from(run):
+    from cuda_agent.policy.chat import written
+
+    def text(turn):
+        return written("", [{"name": name, "arguments": arguments} for name, arguments in turn["calls"]])
+
+    faster = {"calls": [call("Write", path="kernels/fused.cpp", content=KERNEL + "// again\n"), *PROFILE["calls"]]}
+
+    def script(request):
+        first = request.get("seed", 0) // 100_000 == 1
+        turns = [text(WRITE), text(PROFILE)] if first else ["(not sampled)", "(not sampled)", text(faster)]
+        return [{"text": [*turns, "done"][min(turn_of(request), len(turns))]}]
+
+    outcome = run(script, style="compact", context=4000, attempts=2, target=1000.0)
+    assert outcome.why == "answer" and [event["of"] for event in run.kinds("parent")] == [1]
+    assert "read kernels/fused.cpp first" not in run.results()
+    assert [find["attempt"] for find in run.kinds("verdict") if "// again" in str(find["files"])][:1] == [2]
 
 
 def command(tmp_path, cache, *arguments, **environment):
