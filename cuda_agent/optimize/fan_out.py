@@ -10,13 +10,14 @@ again: an attempt goes on from its last whole turn."""
 import asyncio
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.progress import Event, State, Transcript, read_events
+from cuda_agent.agent.progress import NO_TARGET, Event, Find, Goal, State, Transcript, read_events
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.optimize.archive import choose, islands
@@ -34,7 +35,7 @@ from cuda_agent.optimize.search import (
 from cuda_agent.optimize.search_environment import Terms
 from cuda_agent.optimize.shared_archive import Archive, SharedArchive, merged, write_transcript
 from cuda_agent.sandbox.client import open_sandbox
-from cuda_agent.sandbox.wire import Probe
+from cuda_agent.sandbox.wire import Probe, Solution, Verdict
 from cuda_agent.tasks.io import task_from_file
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_whole
@@ -232,3 +233,27 @@ async def end(step: Step) -> SearchOutcome:
     for file in sorted(path for path in result.rglob("*") if path.is_file()):
         shared.store.put(shared.key("result", file.relative_to(result).as_posix()), file)
     return outcome
+
+
+def outcome_of(folder: Path) -> SearchOutcome:
+    """Returns the outcome of the search whose result is in ``folder``.  Its solution has no files.
+
+    Raises:
+        OptimizeError: ``folder`` holds no result."""
+    try:
+        events = read_events(folder / "transcript.jsonl")
+        told = next(event for event in reversed(events) if event["kind"] == "outcome")
+        file = folder / "verdict.json"
+        best = Verdict.from_json(json.loads(file.read_text())) if file.exists() else None
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        raise OptimizeError(f"{folder}: no result of a search ({type(error).__name__}: {error})") from None
+    find = Find(Solution(best.format, {}), best, 0, 0, best if best.mode == "strict" else None) if best else None
+    goal = Goal(NO_TARGET if told["target"] is None else told["target"], told["until"])
+    return SearchOutcome(folder, told["why"], find, goal, told["reached"], told["spent"], told["message"])
+
+
+def clear_result(folder: Path) -> None:
+    """Removes an older solution from ``folder``: a newer result may have none."""
+    shutil.rmtree(folder / "solution", ignore_errors=True)
+    for name in ("verdict.json", "model_new.py"):
+        (folder / name).unlink(missing_ok=True)
