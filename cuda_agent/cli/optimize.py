@@ -189,7 +189,13 @@ def optimize(
         source = Path(sources[0])
         folder = output or Path(f"{source.stem}-optimized")
         order = folders.SearchOrder(base_url or "", model)
-        changes = {"device": device_of(overrides), "lessons": str(standard_path())} | changes
+        if device is None and on is not None:
+            from cuda_agent.cli.searches import default_device
+
+            changes["device"] = default_device(overrides, on, namespace, release, profile or "cpu")
+        elif device is None:
+            changes["device"] = device_of(overrides)
+        changes = {"lessons": str(standard_path())} | changes
     order = folders.with_changes(order, changes)
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
     overrides = with_train_mode(overrides, train_mode)

@@ -5,6 +5,7 @@ The folder of the result also stands for the search: the file ``cluster.json`` i
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,16 @@ def place_in(folder: Path) -> Place | None:
         return Place(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def default_device(overrides: Sequence[str], on: str, namespace: str | None, release: str | None, profile: str) -> str:
+    """Returns the device that the overrides name, else ``cuda`` if the profile's sandboxes have GPUs."""
+    from cuda_agent.cluster import templates
+
+    named = next((word.partition("=")[2] for word in overrides if word.startswith("sandbox.device=")), "")
+    return named or (
+        "cpu" if templates.choose(cluster_of(on, namespace), profile, release).gpus in ("", "0") else "cuda"
+    )
 
 
 def begin(

@@ -100,16 +100,18 @@ def is_done(workflow: dict[str, Any]) -> bool:
 
 
 def leave(uri: str, search: str, folder: Path) -> None:
-    """Copies the files in ``folder``, the result of a search, to the MLflow at ``uri``.
+    """Copies the files in ``folder``, the result of a search, to the MLflow at ``uri``, in place of an older result.
 
     Raises:
         httpx.HTTPError: MLflow does not answer, or refuses."""
     api = Rest(uri)
     experiment = api.experiment(EXPERIMENT, None)
-    found = api.find([experiment], TAG, search, 1)
-    row = found[0] if found else api.create(experiment, {TAG: search, "mlflow.runName": search})
+    older = api.find([experiment], TAG, search)
+    row = api.create(experiment, {TAG: search, "mlflow.runName": search})
     api.upload(row.run_id, folder)
     api.end(row.run_id, "FINISHED")
+    for one in older:  # last: there is always a result
+        api.delete(one.run_id)
 
 
 def fetch(cluster: Cluster, search: str, folder: Path) -> bool:
@@ -120,9 +122,8 @@ def fetch(cluster: Cluster, search: str, folder: Path) -> bool:
         ConfigError: The release has no MLflow, or it refuses this user."""
     with results.mlflow(cluster) as address:
         api = Rest(address, seconds=60.0)
-        found = api.find(api.experiments(), TAG, search, 1) if _NAME.fullmatch(search) else []
-        names = api.files(found[0].run_id) if found else []
-        if "report.html" not in names:
-            return False
-        results.save(api, found[0].run_id, names, folder)
-        return True
+        rows = api.find(api.experiments(), TAG, search) if _NAME.fullmatch(search) else []
+        row = next((row.run_id for row in rows if row.status == "FINISHED"), None)
+        if row is not None:
+            results.save(api, row, api.files(row), folder)
+        return row is not None

@@ -230,6 +230,7 @@ async def end(step: Step) -> SearchOutcome:
     write_transcript(result / "transcript.jsonl", merged(archive.transcripts | {-1: read_events(path)}))
     write_whole(result / "model.py", step.task.code)
     write_result(outcome, step.task, spec, Probe.from_json(facts["probe"]), order, step.settings)
+    shared.store.delete_all(shared.store.list(shared.key("result")))
     for file in sorted(path for path in result.rglob("*") if path.is_file()):
         shared.store.put(shared.key("result", file.relative_to(result).as_posix()), file)
     return outcome
