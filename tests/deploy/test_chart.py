@@ -793,8 +793,9 @@ def test_selectors_find_the_pods_that_they_are_for():
             ]
         if item["kind"] in ("Deployment", "StatefulSet"):
             assert selects(item["spec"]["selector"], item["spec"]["template"]["metadata"]["labels"])
-    (workflow,) = of_kind(items, "WorkflowTemplate", "-cpu-")
-    stages = [item["metadata"]["labels"] for item in workflow["spec"]["templates"] if "container" in item]
+    workflows = of_kind(items, "WorkflowTemplate", "-cpu-") + of_kind(items, "WorkflowTemplate", "-search-cpu-")
+    templates = [item for workflow in workflows for item in workflow["spec"]["templates"]]
+    stages = [item["metadata"]["labels"] for item in templates if "container" in item]
     for policy in of_kind(items, "NetworkPolicy"):
         assert any(selects(policy["spec"]["podSelector"], labels) for labels in [*pods, *stages]), policy["metadata"][
             "name"
@@ -806,6 +807,7 @@ def test_every_reference_to_a_secret_an_account_or_a_claim_names_something_that_
     items = objects(ALONE)
     made = {(item["kind"], item["metadata"]["name"]) for item in items}
     made |= {("Secret", "RUN-sandbox"), ("Secret", "{{workflow.name}}-sandbox")}  # by prepare
+    made |= {("Secret", ALONE["search"]["existingSecret"])}  # by the operator
     for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
         facts = flat(item)
         for path, value in facts.items():
