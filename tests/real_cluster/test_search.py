@@ -27,9 +27,9 @@ pytestmark = pytest.mark.cluster
 
 KEY = f"sk-{secrets.token_hex(20)}"
 IMAGE = f"localhost/cuda-agent:{version('cuda-agent')}"
-SEARCH = "cuda-agent.io/search"
+AGAIN = "The work folder was opened again"  # what an attempt that goes on is told
 COMPONENT = "app.kubernetes.io/component"
-# The example's server behind a key.  Each answer takes a second, so that there is time to look at the pods.
+# The example's server behind a key.  Each answer takes three seconds, so that there is time to look at the pods.
 SERVER = """
 import os, sys, time
 from http.server import ThreadingHTTPServer
@@ -40,7 +40,7 @@ class Handler(scripted_server.Handler):
     def do_POST(self):
         if self.headers.get("Authorization") != "Bearer " + os.environ["KEY"]:
             return self.send_error(401)
-        time.sleep(1)
+        time.sleep(3)
         super().do_POST()
 
 ThreadingHTTPServer(("", 8000), Handler).serve_forever()
@@ -113,6 +113,9 @@ def seen(searching: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     try:
+        other = wait_for("a pod of the other island", 600, lambda: running(space, "island(1:1)"))
+        wait_for("its first turn", 60, lambda: "turn 1" in space.try_run("logs", other, "-c", "main").stdout)
+        space.run("delete", "pod", other, "--grace-period=0", "--force")
         island = wait_for("a pod of an island", 600, lambda: running(space, "island(0:0)"))
         found.search = space.get("pod", island)["metadata"]["labels"]["workflows.argoproj.io/workflow"]
         places: dict[str, Place] = cluster_places(space) | {
@@ -121,8 +124,7 @@ def seen(searching: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
             "sandbox": ("tcp", address_of(space, f"{found.search}-evaluate-0"), 8750),
         }
         found.reached["search"] = reached(space, island, places)
-        found.reached["sandbox"] = reached(space, f"{found.search}-evaluate-0", places, container="sandbox")
-        space.run("delete", "pod", running(space, "island(1:1)") or island, "--grace-period=0", "--force")
+        found.reached["sandbox"] = reached(space, f"{found.search}-workspace-0", places, container="sandbox")
         found.said = command.communicate(timeout=1200)[0]
         found.code = command.returncode
     finally:
@@ -160,7 +162,9 @@ def test_both_islands_play_their_attempts_also_the_one_whose_pod_is_killed(seen:
     assert ended == dict.fromkeys((1, 2, 3, 4), "answer")
     parents = {event["attempt"] for event in events if event["kind"] == "parent"}
     assert parents == {3, 4}
-    assert "(try 2)" in seen.said, "a pod was killed, and its island goes on in another one"
+    again = [event["attempt"] for event in events if event["kind"] == "message" and AGAIN in str(event["message"])]
+    assert again == [2], "the attempt whose pod was killed went on in another pod"
+    assert [event["turn"] for event in events if event["kind"] == "turn" and event["attempt"] == 2][:2] == [0, 1]
 
 
 def test_only_pods_without_candidate_code_have_the_key_and_reach_the_model(seen: Seen) -> None:
