@@ -97,12 +97,7 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(searching: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     space, found = searching.cluster, Seen(tmp_path_factory.mktemp("search") / "out")
-    line = [sys.executable, "-m", "cuda_agent.cli", "optimize", str(ROOT / "examples" / "model.py"), "--on", "."]
-    line += ["--model", "scripted", "--attempts", "4", "--target", "inf", "sandbox.clock=model"]
-    line += ["--output", str(found.folder), "--namespace", space.namespace]
-    command = subprocess.Popen(
-        line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=searching.environment
-    )
+    command = begun(searching, found.folder, 4)
     over = threading.Event()
 
     def watch() -> None:
@@ -132,6 +127,15 @@ def seen(searching: Release, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         over.set()
         watching.join()
     return found
+
+
+def begun(searching: Release, folder: Path, attempts: int) -> subprocess.Popen[str]:
+    """Starts the command for a search on the release, as a person would on this machine."""
+    line = [sys.executable, "-m", "cuda_agent.cli", "optimize", str(ROOT / "examples" / "model.py"), "--on", "."]
+    line += ["--model", "scripted", "--attempts", str(attempts), "--target", "inf", "sandbox.clock=model"]
+    line += ["--output", str(folder), "--namespace", searching.cluster.namespace]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(line, env=searching.environment, **pipes)
 
 
 def running(space: Cluster, step: str) -> str:
@@ -190,3 +194,30 @@ def test_nothing_of_the_sandboxes_stays(seen: Seen, searching: Release) -> None:
         return [item["metadata"]["name"] for item in items if item["metadata"]["name"].startswith(seen.search)]
 
     wait_for("the sandboxes are gone", 120, lambda: not left())
+
+
+def test_a_search_that_is_stopped_goes_on_from_its_folder(seen: Seen, searching: Release, tmp_path: Path) -> None:
+    space, folder = searching.cluster, tmp_path / "out"
+    command = begun(searching, folder, 1)
+    pod = wait_for("a pod of the island", 600, lambda: running(space, "island(0:0)"))
+    wait_for("its second turn", 60, lambda: "turn 2" in space.try_run("logs", pod, "-c", "main").stdout)
+    search = json.loads((folder / "cluster.json").read_text())["search"]
+    done = searching.command("cancel", search)
+    assert done.returncode == 0, done.stderr
+    said = command.communicate(timeout=300)[0]
+    assert command.returncode == 75 and f"--resume {folder}" in said, said
+    assert not [one for one in space.get("statefulsets")["items"] if one["metadata"]["name"].startswith(search)]
+    line = [sys.executable, "-m", "cuda_agent.cli", "optimize", "--resume", str(folder)]
+    again = subprocess.run(line, text=True, capture_output=True, timeout=600, env=searching.environment)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert json.loads((folder / "verdict.json").read_text())["mode"] == "strict"
+    turns = [event["turn"] for event in read_events(folder / "transcript.jsonl") if event["kind"] == "turn"]
+    assert turns == [*range(len(turns))], "no turn is played again: it went on where it was"
+
+
+def test_a_wrong_key_ends_a_search_before_an_island_begins(seen: Seen, searching: Release, tmp_path: Path) -> None:
+    space = searching.cluster
+    space.run("patch", "secret", "models", "-p", json.dumps({"stringData": {"key": "another"}}))
+    command = begun(searching, tmp_path / "out", 4)
+    said = command.communicate(timeout=600)[0]
+    assert command.returncode == 78 and "401" in said and "island" not in said, said
