@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,12 @@ class Step:
     def count(self) -> int:
         return islands(self.order.attempts)
 
+    @cached_property
+    def began(self) -> float:
+        return float(self.shared.facts()["began"])
+
     def clock(self) -> float:
-        return time.time() - float(self.shared.facts().get("began", time.time()))
+        return time.time() - self.began
 
 
 def packed(order: SearchOrder, sandbox: dict[str, Any], name: str, code: str) -> str:

@@ -202,6 +202,23 @@ def test_an_island_ends_when_another_one_reaches_the_target(tmp_path: Path, cach
         assert served.turns() == turns, "an island that begins later plays nothing"
 
 
+def test_a_resumed_search_whose_limit_is_used_up_ends_with_what_it_has_found(tmp_path: Path, cache: Path) -> None:
+    with serve(script) as served:
+        there = FanOut(tmp_path, cache, served.url, attempts=3, target=1000.0)
+        there.prepare()
+        there.step("begin")
+        said(there.start("island", 0))
+        turns = served.turns()
+        there.order = dataclasses.replace(there.order, minutes=1e-4)
+        there.prepare()
+        there.step("begin")
+        assert said(there.start("island", 1)).splitlines()[-1] == "minutes"
+        there.step("end")
+    assert served.turns() == turns and there.archive.read().ended(1) == "answer"
+    assert json.loads(there.result["verdict.json"])["mode"] == "strict"
+    assert json.loads(there.result["transcript.jsonl"].decode().splitlines()[-1])["why"] == "minutes"
+
+
 def test_each_island_has_an_equal_part_of_tokens_and_money_and_all_of_the_time() -> None:
     def spent(number: int, prompt: int, seconds: float) -> list[Event]:
         used = {"prompt": prompt, "sampled": 10, "cost": prompt / 100, "seconds": seconds, "estimated": False}
@@ -231,6 +248,10 @@ def test_what_cannot_work_is_refused_before_an_island_begins(
         there.prepare(MODEL + "\n")
     step = fan_out.step_of(there.archive, SANDBOX, cache, tmp_path, lambda event: None)
     assert (step.order.base_url, step.order.key_env) == ("http://127.0.0.1:9/v1", fan_out.KEY_VARIABLE)
+    there.archive.store.put(there.archive.key("facts.json"), json.dumps({"began": time.time() - 60}).encode())
+    assert 60 <= step.clock() < 65
+    there.archive.store.delete(there.archive.key("facts.json"))
+    assert 60 <= step.clock() < 65, "every event asks the clock, so it reads the store once"
     with pytest.raises(OptimizeError, match="with 4 islands"):
         asyncio.run(fan_out.begin(step))
     there.here.config.unlink()
