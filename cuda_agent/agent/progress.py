@@ -204,15 +204,20 @@ class Transcript:
 
 def read_events(path: Path) -> list[Event]:
     """Returns the events in the transcript ``path``. Skips other lines, such as an unfinished last line."""
-    events = []
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and "kind" in event:
-                events.append(event)
+        return events_in(file)
+
+
+def events_in(lines: Iterable[str]) -> list[Event]:
+    """Returns the events in the ``lines`` of a transcript. Skips other lines, such as an unfinished last one."""
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "kind" in event:
+            events.append(event)
     return events
 
 

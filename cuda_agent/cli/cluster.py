@@ -209,7 +209,9 @@ def cancel(
     """Stop a run, or all runs of a sweep, on a cluster.
 
     Unless --now is given, the running stages first write a checkpoint. `resume` continues from the last
-    checkpoint."""
+    checkpoint. RUN may also be a search of `optimize --on`, with its whole name; `optimize --resume FOLDER` continues
+    it."""
+    from cuda_agent.cluster import searches
     from cuda_agent.cluster import submit as cluster
 
     place = cluster_of(on, namespace)
@@ -218,6 +220,10 @@ def cancel(
         for last in live:
             _cancel(place, last, now)
         _all_of(run, [cluster.run_of(last) for last in live], "stopping", as_json)
+        return
+    if search := searches.newest(place, run):
+        cluster.cancel(place, search, now)
+        print(json.dumps({"search": run, "now": now}) if as_json else f"search {run} is stopping")
         return
     last = cluster.find(place, run)
     name, running = cluster.run_of(last), _cancel(place, last, now)

@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from typer import Argument, Context, Option
 
-from cuda_agent.cli.options import Device, TrainMode, command, command_group, composed, with_train_mode
+from cuda_agent.cli.options import (
+    Device,
+    Namespace,
+    Release,
+    TrainMode,
+    command,
+    command_group,
+    composed,
+    with_train_mode,
+)
 from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.format_names import Format
 
@@ -23,6 +32,7 @@ commands = command_group()
     "cuda-agent optimize model.py --base-url ... --model ... --money 2 --price-in 0.5 --price-out 2.5",
     "cuda-agent optimize resnet.py --whole --base-url ... --model ... --minutes 240",
     "cuda-agent optimize --resume model-optimized --minutes 30",
+    "cuda-agent optimize model.py --on my-cluster --model some-model --attempts 8",
 )
 def optimize(
     ctx: Context,
@@ -121,6 +131,20 @@ def optimize(
         ),
     ] = False,
     train_mode: TrainMode = False,
+    on: Annotated[
+        str | None,
+        Option(
+            "--on",
+            metavar="CONTEXT",
+            help="play the search on a cluster, in one pod for each player: a context of your kubeconfig (`.`: the "
+            "current one); the release there names the model's server, so --base-url is left out",
+        ),
+    ] = None,
+    namespace: Namespace = None,
+    release: Release = None,
+    profile: Annotated[
+        str | None, Option(help="with --on: profile of the chart, which sets the resources of the sandboxes")
+    ] = None,
     as_json: Annotated[
         bool, Option("--json", help="print a line of JSON for each event, and one for the outcome")
     ] = False,
@@ -138,11 +162,11 @@ def optimize(
     from cuda_agent.optimize.evaluation import device_of
     from cuda_agent.optimize.lessons import standard_path
     from cuda_agent.optimize.whole.folder import is_whole
-    from cuda_agent.policy.served import ServedModelError
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
-    others = ("arguments", "output", "resume", "whole", "train_mode", "as_json")  # not fields of the order
+    where = ("on", "namespace", "release", "profile")
+    others = ("arguments", "output", "resume", "whole", "train_mode", "as_json", *where)  # not fields of the order
     changes = {name: value for name, value in ctx.params.items() if value is not None and name not in others}
     if lessons:
         changes["lessons"] = str(Path(lessons).absolute())
@@ -160,19 +184,35 @@ def optimize(
     else:
         if len(sources) != 1:
             raise ConfigError(f"expected one MODEL.py, got {' and '.join(sources) or 'none'}")
-        if base_url is None or model is None:
+        if (base_url is None and on is None) or model is None:
             raise ConfigError("--base-url and --model say which model works, as in --base-url http://127.0.0.1:8000/v1")
         source = Path(sources[0])
         folder = output or Path(f"{source.stem}-optimized")
-        order = folders.SearchOrder(base_url, model)
-        changes = {"device": device_of(overrides), "lessons": str(standard_path())} | changes
+        order = folders.SearchOrder(base_url or "", model)
+        if device is None and on is not None:
+            from cuda_agent.cli.searches import default_device
+
+            changes["device"] = default_device(overrides, on, namespace, release, profile or "cpu")
+        elif device is None:
+            changes["device"] = device_of(overrides)
+        changes = {"lessons": str(standard_path())} | changes
     order = folders.with_changes(order, changes)
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
     overrides = with_train_mode(overrides, train_mode)
     overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]
+    if there := _cluster_of(on, namespace, release, profile, resume, changes, whole):
+        changed = resume is not None and bool(changes.keys() | {*words})
+        outcome = _run_there(there, order, overrides, source, folder, resume is not None, changed, as_json)
+        _finish(outcome, as_json)
     if whole:
         _finish_whole(_run_whole(order, overrides, source, folder, resume is not None, as_json), as_json)
-    outcome = _run(order, overrides, source, folder, resume is not None, as_json)
+    _finish(_run(order, overrides, source, folder, resume is not None, as_json), as_json)
+
+
+def _finish(outcome: Any, as_json: bool) -> NoReturn:
+    """Prints the outcome of a search, and ends the process with its exit code."""
+    from cuda_agent.policy.served import ServedModelError
+
     nothing = outcome.best is None and outcome.why == "server"
     if as_json:
         print(json.dumps(outcome.to_json(), ensure_ascii=False), flush=True)
@@ -181,6 +221,56 @@ def optimize(
     if nothing:
         raise ServedModelError(outcome.message)
     sys.exit(0 if outcome.best else 130 if outcome.why == "stopped" else 79)
+
+
+def _cluster_of(
+    on: str | None,
+    namespace: str | None,
+    release: str | None,
+    profile: str | None,
+    resume: Path | None,
+    changes: dict[str, Any],
+    whole: bool,
+) -> Any:
+    """Returns the place of a search on a cluster, or None for a search on this machine.  ``changes`` holds the options
+    that set fields of the order.
+
+    Raises:
+        ConfigError: The options do not fit together."""
+    from cuda_agent.cli.searches import Place, place_in
+
+    there = place_in(resume) if resume else None
+    named = [value for value in (on, namespace, release, profile) if value is not None]
+    if resume and named:
+        raise ConfigError(
+            "--resume takes the cluster from the folder: leave out --on, --namespace, --release, --profile"
+        )
+    if there is None and on is None:
+        if named:
+            raise ConfigError("--namespace, --release and --profile go with --on")
+        return None
+    if whole:
+        raise ConfigError("--whole works on this machine alone: leave out --on")
+    for name in ("base_url", "key_env"):
+        if name in changes:
+            said = "the release names the model's server and its key (search.server, search.existingSecret)"
+            raise ConfigError(f"--{name.replace('_', '-')}: on a cluster, {said}")
+    return there or Place(on, namespace, release, profile or "cpu")
+
+
+def _run_there(
+    there: Any, order: Any, overrides: list[str], source: Path, folder: Path, resume: bool, changed: bool, as_json: bool
+) -> Any:
+    from cuda_agent.cli import searches
+
+    settings, _ = composed(overrides)
+    if resume:
+        outcome = searches.go_on(there, order, settings.sandbox, folder, changed, as_json)
+    else:
+        outcome = searches.begin(there, order, settings.sandbox, source, folder, as_json)
+    if outcome is None:
+        sys.exit(130)
+    return outcome
 
 
 def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: bool, as_json: bool) -> Any:

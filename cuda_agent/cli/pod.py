@@ -1,16 +1,21 @@
 """The commands that the pods of the Helm chart run.  Users do not need them."""
 
+import contextlib
 import json
 import os
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
 from cuda_agent.cli.options import command_group
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.errors import EXIT_RETRY
+
+if TYPE_CHECKING:
+    from cuda_agent.cluster.pod import PodEnvironment
 
 pod_app = command_group("What the chart's pods run.")
 Run = Annotated[str, Option(help="name of the run; empty: that of its Workflow")]
@@ -70,6 +75,50 @@ def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option(
     here = pod.PodEnvironment.from_environment()
     facts = pod.finish(here, run or workflow, config, workflow, status, Cluster.of_pod())
     print(json.dumps(facts, indent=1))
+
+
+@pod_app.command(name="search-prepare")
+def search_prepare(run: Run, config: ConfigSha, workflow: Workflow) -> None:
+    """Write the order of a search to the store, and start its sandbox servers."""
+    from cuda_agent.cluster.pod import PodEnvironment
+    from cuda_agent.optimize import search_pods
+
+    base, here = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]")), PodEnvironment.from_environment()
+    with _explained(here):
+        print(json.dumps(search_pods.prepare(here, run, config, workflow, Cluster.of_pod(), base), indent=1))
+
+
+@pod_app.command()
+def search(what: Literal["begin", "player", "end"], run: Run, player: Annotated[int, Option(min=0)] = 0) -> None:
+    """Play a step of a search."""
+    from cuda_agent.cluster.pod import PodEnvironment
+    from cuda_agent.optimize import search_pods
+
+    here = PodEnvironment.from_environment()
+    with _explained(here):
+        search_pods.search(here, run, what, player)
+
+
+@pod_app.command(name="search-finish")
+def search_finish(workflow: Workflow) -> None:
+    """Remove the sandbox servers of a search."""
+    from cuda_agent.cluster.run_pools import remove_pools
+
+    remove_pools(Cluster.of_pod(), workflow)
+
+
+@contextlib.contextmanager
+def _explained(here: "PodEnvironment") -> Iterator[None]:
+    """Writes why the step of a search in the ``with`` block fails to the pod's status, if Argo will not retry it."""
+    from cuda_agent.cluster.pod import termination_message
+    from cuda_agent.errors import FINAL, UserError
+
+    try:
+        yield
+    except UserError as error:
+        if error.exit_code in FINAL:
+            termination_message(here, str(error))
+        raise
 
 
 @pod_app.command()

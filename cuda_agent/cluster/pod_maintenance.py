@@ -22,7 +22,7 @@ from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.pod import PodEnvironment
 from cuda_agent.cluster.run_pools import remove_pools
 from cuda_agent.cluster.submit import ENDED, RUN_LABEL
-from cuda_agent.cluster.templates import JOB_LABEL
+from cuda_agent.cluster.templates import JOB_LABEL, SEARCH_LABEL
 from cuda_agent.cluster.waiting import why
 from cuda_agent.config import SandboxConfig
 from cuda_agent.diagnostics.doctor import Check
@@ -83,7 +83,7 @@ def collect(here: PodEnvironment, keep: int, days: float, dry_run: bool, cluster
 def states_of(cluster: Cluster) -> dict[str, str]:
     """Returns run -> phase of its newest Workflow.  A run that a schedule started has the name of its Workflow."""
     named = {about["name"]: about["labels"][RUN_LABEL] for about in cluster.metadata("ConfigMap", RUN_LABEL)}
-    flows = cluster.table("Workflow", f"!{JOB_LABEL}")
+    flows = cluster.table("Workflow", f"!{JOB_LABEL},!{SEARCH_LABEL}")
     found = {named.get(name, name): "" for name in flows}
     for name, cells in flows.items():  # an attempt that has not ended counts, whichever it is
         run = named.get(name, name)

@@ -2,7 +2,8 @@
 
     Secret          the token that the run's stages send to the servers
     Service         gives each server a separate address (headless)
-    NetworkPolicy   lets only the run's stages connect to the servers; the servers connect to nothing, not even DNS
+    NetworkPolicy   lets only the run's stages, or the pods of a search, connect to the servers; the servers connect to
+                    nothing, not even DNS
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 
 ``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The Helm chart adds
@@ -216,8 +217,8 @@ def pool_objects() -> list[dict[str, Any]]:
     """Returns templates of the Kubernetes objects of a run's sandbox servers, in the order of creation.  In names and
     labels, ``RUN`` stands for the name of the run's Workflow."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
-    stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
-    return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
+    clients = peers(*({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: component} for component in ("stage", "search")))
+    return [secret, *service_and_wall("sandbox", PORT, clients), *map(_pool, ROLES)]
 
 
 def _pool(role: str) -> dict[str, Any]:

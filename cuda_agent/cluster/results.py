@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -89,15 +89,21 @@ def download(address: str, run: str, folder: Path) -> Path:
     if "index.html" not in files:
         raise ConfigError(f"Run {run} has no report yet.")
     shutil.rmtree(folder, ignore_errors=True)
-    for name in files:
-        if name == PACKED_TRACE:
-            continue
+    save(api, run_id, [name for name in files if name != PACKED_TRACE], folder)
+    return folder
+
+
+def save(api: Rest, run_id: str, names: Iterable[str], folder: Path) -> None:
+    """Writes the files ``names`` of a run in MLflow to ``folder``.
+
+    Raises:
+        ConfigError: MLflow names a file outside of ``folder``."""
+    for name in names:
         target = folder / name
         if not target.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f"MLflow names a file outside of the report: {name}")
+            raise ConfigError(f"MLflow names a file outside of the folder: {name}")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(api.read(run_id, name))
-    return folder
 
 
 def trace(cluster: Cluster, run: str) -> tuple[str, list[Span]]:

@@ -1,4 +1,5 @@
-"""Finds the WorkflowTemplates of the Helm chart: one for each profile, and one for each maintenance job.
+"""Finds the WorkflowTemplates of the Helm chart: for runs and for searches one for each profile, and one for each
+maintenance job.
 
 A template belongs to a release and has the version of its chart.  This command uses templates of its own minor version
 (0.1.3 and 0.1.0 fit each other): all versions with the same first two numbers have the same configuration keys."""
@@ -11,6 +12,7 @@ from typing import Any
 from cuda_agent.cluster.api import Cluster, ClusterError
 
 PROFILE_LABEL, JOB_LABEL = "cuda-agent.io/profile", "cuda-agent.io/maintenance"
+SEARCH_LABEL = "cuda-agent.io/search"
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Template:
     """A WorkflowTemplate of the chart."""
 
     name: str  # of the object
-    job: str  # name of its profile, or of its maintenance job
+    job: str  # name of its profile, of its maintenance job, or "search-" and the name of its profile
     release: str  # prefix of the names of the release's objects
     version: str  # of the chart
     gpus: str = ""  # how many GPUs a server that judges has
@@ -36,7 +38,7 @@ def template_name(release: str, job: str) -> str:
 
 def templates(cluster: Cluster, label: str = PROFILE_LABEL) -> list[Template]:
     """Returns the templates of all releases in the namespace: those of profiles, or with ``JOB_LABEL`` those of
-    maintenance jobs."""
+    maintenance jobs, or with ``SEARCH_LABEL`` those of searches."""
     return [_template(about, label) for about in cluster.metadata("WorkflowTemplate", label)]
 
 
@@ -85,7 +87,7 @@ def choose(cluster: Cluster, job: str, release: str | None, label: str = PROFILE
     ours = of_release(cluster, release, label)
     found = [one for one in ours if one.job == job]
     if not found:
-        what = "profile" if label == PROFILE_LABEL else "maintenance job"
+        what = {JOB_LABEL: "maintenance job", SEARCH_LABEL: "template"}.get(label, "profile")
         names = ", ".join(sorted({one.job for one in ours}))
         raise ClusterError(f"Release {ours[0].release} has no {what} {job}. It has {names}.", 404)
     return max(found, key=lambda one: _numbers(one.version))

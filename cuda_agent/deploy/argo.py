@@ -2,6 +2,8 @@
 
     prepare ─► one task per stage ─► finish;  after a failure, the exit hook runs finish
 
+A search of `cuda-agent optimize` has a separate, smaller template.
+
 One template serves every variant of the graph, such as the one without the stage ``critic``.  The task ``prepare``
 decides which stages run.  It skips a stage that the run's variant leaves out, or whose result is cached.  A stage that
 can run on Ray has two tasks: one runs the stage in a single pod, the other in several pods.  ``prepare`` chooses one
@@ -93,6 +95,50 @@ def maintenance_jobs() -> dict[str, dict[str, Any]]:
     return made
 
 
+def search_template() -> dict[str, Any]:
+    """Returns the WorkflowTemplate for a search of `cuda-agent optimize`.
+
+        prepare ─► begin ─► one pod for each player ─► end;  the exit hook runs finish
+
+    The players are played side by side, and share the sandbox servers that ``prepare`` starts.  If the pod of a player
+    fails, ``end`` still makes the result of what the others have found."""
+    outputs = {name: f"{{{{tasks.prepare.outputs.parameters.{name}}}}}" for name in ("servers", "players")}
+
+    def task(name: str, after: str, **more: Any) -> dict[str, Any]:
+        given = {"servers": outputs["servers"], "what": name} | ({"player": "{{item}}"} if more else {})
+        arguments = {"parameters": [{"name": key, "value": value} for key, value in given.items()]}
+        return {"name": name, "template": "search", "depends": after, "arguments": arguments} | more
+
+    tasks = [
+        {"name": "prepare", "template": "prepare"},
+        task("begin", "prepare"),
+        task("player", "begin", withParam=outputs["players"]),
+        task("end", "player.Succeeded || player.Failed || player.Errored"),
+    ]
+    prepare = ["pod", "search-prepare", *OF_THE_RUN]
+    config: dict[str, Any] = {"volumes": [_CONFIG_VOLUME], "outputs": _answers(outputs)}
+    play = ["pod", "search", "{{inputs.parameters.what}}", "--run", RUN, "--player", "{{inputs.parameters.player}}"]
+    env = {
+        PLACES["servers"]: "{{inputs.parameters.servers}}",
+        "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(WORKFLOW, optional=True),
+    }
+    inputs = {"parameters": [{"name": "servers"}, {"name": "what"}, {"name": "player", "value": "0"}]}
+    templates = [
+        {"name": "run", "dag": {"tasks": tasks, "failFast": False}},
+        _pod("prepare", "prepare", prepare, 1800, "operator", mounts=[_CONFIG_MOUNT], **config),
+        _pod("search", "search", play, 7 * DAY, env=env, inputs=inputs),
+        {"name": "exit", "steps": [[{"name": "finish", "template": "finish"}]]},
+        _pod("finish", "finish", ["pod", "search-finish", "--workflow", WORKFLOW], 900, account="operator"),
+    ]
+    return _template(
+        f"{NAME}-search-{version_name()}",
+        templates,
+        hooks={"exit": {"template": "exit"}},
+        arguments={"parameters": [{"name": "run"}, {"name": "config"}]},
+        synchronization={"mutexes": [{"name": f"search-{RUN}"}]},
+    )
+
+
 def cron_workflow() -> dict[str, Any]:
     """Returns a CronWorkflow that starts runs on a schedule.  The Helm chart sets the schedule, the time zone, the
     profile and the configuration.  The parameter ``run`` is empty, so each run gets the name of its Workflow."""
@@ -180,14 +226,16 @@ def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
 
 
 def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
-    # Optional: a run that a schedule starts (cron) finds its configuration in the store.
-    config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
-    mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
     more: dict[str, Any] = {
-        "volumes": [{"name": "config", "configMap": config}],
+        "volumes": [_CONFIG_VOLUME],
         "outputs": _answers([*(stage.name for stage in stages), *PLACES, "finish"]),
     }
-    return _pod("prepare", "prepare", ["pod", "prepare", *OF_THE_RUN], 1800, "operator", mounts=mounts, **more)
+    return _pod("prepare", "prepare", ["pod", "prepare", *OF_THE_RUN], 1800, "operator", mounts=[_CONFIG_MOUNT], **more)
+
+
+# What came with the Workflow.  Optional: a run that a schedule starts (cron) finds its configuration in the store.
+_CONFIG_VOLUME = {"name": "config", "configMap": {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}}
+_CONFIG_MOUNT = {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}
 
 
 def _stage(stage: Stage) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from cuda_agent.cluster.engines import engine_objects
 from cuda_agent.cluster.pools import pool_objects
 from cuda_agent.cluster.rayjobs import ray_objects
-from cuda_agent.deploy.argo import cron_workflow, maintenance_jobs, workflow_template
+from cuda_agent.deploy.argo import cron_workflow, maintenance_jobs, search_template, workflow_template
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
 
 CHART = "charts/cuda-agent"
@@ -26,6 +26,7 @@ def files() -> dict[str, str]:
     """Returns path -> text of every generated file; paths begin at the repository's root."""
     workflows = {
         "workflow-template": workflow_template(), "cron-workflow": cron_workflow(), "maintenance": maintenance_jobs(),
+        "search": search_template(),
     }  # fmt: skip
     read_by_the_chart = workflows | {"pools": pool_objects(), "engine": engine_objects(), "ray": ray_objects()}
     return {

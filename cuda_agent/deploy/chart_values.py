@@ -252,6 +252,20 @@ class SandboxValues(ValuesGroup):
     environment: dict[str, str] = value({}, "environment variables of sandbox servers")
 
 
+class Search(ValuesGroup):
+    """The server of the language model for searches (``cuda-agent optimize --on``).  The key is sent to it alone."""
+
+    server: Annotated[str, Field(pattern=r"^(https?://[^/?#@]+(/.*)?)?$")] = value(
+        "",
+        "address of an OpenAI-compatible server, including /v1; empty: no searches on this cluster; requires "
+        "`networkPolicy.searchEgress`",
+    )
+    existingSecret: Name = value("", "name of a secret with key `key`, the server's API key; empty: it needs none")
+    resources: Resources = value(
+        _resources(("100m", "256Mi", "64Mi"), ("1", "2Gi", "2Gi")), "requests and limits of each pod of a search"
+    )
+
+
 class Access(ValuesGroup):
     viewers: list[Object] = value([], "RBAC subjects that may view runs and logs, as in `{kind: User, name: ada}`")
     submitters: list[Object] = value([], "RBAC subjects that may also submit, cancel and resume runs")
@@ -278,6 +292,9 @@ class Network(ValuesGroup):
     trackingCidrs: list[Cidr] = value([], "addresses (CIDR) of an external MLflow server; required with `tracking.uri`")
     dnsCidrs: list[Cidr] = value([], "addresses (CIDR) of DNS servers outside `kube-system`")
     stageEgress: list[Object] = value([], "additional egress rules for stages, such as for a model's server")
+    searchEgress: list[Object] = value(
+        [], "egress rules for the pods of searches: those that lead to `search.server`; required with it"
+    )
     monitoringNamespace: str = value(
         "monitoring",
         "namespace of Prometheus and of the collector; used with `monitoring.serviceMonitor`, `monitoring.podMonitor` "
@@ -425,6 +442,7 @@ class Values(ValuesGroup):
     gpu: Gpu = value(Gpu(), "how pods get their GPUs")
     workflow: Workflow = value(Workflow(), "deadlines, retries and retention of runs")
     sandbox: SandboxValues = value(SandboxValues(), "settings of the sandbox servers of all profiles")
+    search: Search = value(Search(), "searches with `cuda-agent optimize --on`")
     environment: dict[str, str] = value({}, "environment variables of stages, `prepare` and `finish`; not for secrets")
     secretEnvironment: dict[str, str] = value(
         {}, "environment variables of stages, `prepare` and `finish` from secrets, as in `NAME: secret/key`"

@@ -125,23 +125,23 @@ async def optimize(
             transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
             for line in broken:
                 transcript.tell("note", text=line)
-            async with _served(order, states) as model:
+            async with served(order, states) as model:
                 transcript.tell("note", text=f"asking {order.base_url} for {order.model}", passing=True)
                 await unless(stop, model.check())
                 if stop.is_set():
                     raise KeyboardInterrupt
                 async with open_sandbox(settings, cache) as sandbox:
-                    looked = await unless(stop, _look_at(task, sandbox, transcript), sandbox)
+                    looked = await unless(stop, look_at(task, sandbox, transcript), sandbox)
                     if looked is None:
                         raise KeyboardInterrupt
                     probe, spec = looked
-                    said = _baselines(probe, settings)
+                    said = baselines_text(probe, settings)
                     facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, said
                     numbers = range(1, max(order.attempts, *states, 0) + 1)  # after a resume, also those that began
                     told = [one for one in known if one.device == device] if order.learns else None
                     attempts = [Attempt(number, *facts, states.get(number, State()), told) for number in numbers]
                     why = await run_attempts(attempts, order, findings, transcript.tell, stop)
-                    best = await _confirm(task, sandbox, findings, transcript, stop)
+                    best = await confirm(task, sandbox, findings, transcript, stop)
                     if order.learns and best and why != "stopped":
                         learning = _learn(Path(order.lessons), device, task, best, attempts, findings, transcript)
                         await unless(stop, learning)
@@ -170,7 +170,7 @@ def check_order(order: SearchOrder) -> None:
         raise OptimizeError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
 
 
-async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
+async def look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
     transcript.tell("note", text="checking the problem, then timing eager PyTorch and torch.compile", passing=True)
     probe = await checked(task, sandbox)
     if found := ", ".join(probe.lets_through):
@@ -193,14 +193,14 @@ async def checked(task: Task, sandbox: Any, compile: bool = True) -> Probe:
     return probe
 
 
-def _baselines(probe: Probe, settings: SandboxConfig) -> str:
+def baselines_text(probe: Probe, settings: SandboxConfig) -> str:
     known = {"eager PyTorch": probe.eager_seconds, "torch.compile": probe.compile_seconds}
     measured = [f"{name} takes {seconds * 1e6:.1f} us" for name, seconds in known.items() if seconds]
     sentences = ["Models stay in train()."] if settings.train_mode else []
     return " ".join([*([f"Measured here: {', '.join(measured)}."] if measured else []), *sentences])
 
 
-def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
+def served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
     form: Form = "native"
     if order.terms.style == "compact":
         form = "raw"
@@ -278,7 +278,7 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: A
     return None
 
 
-async def _confirm(
+async def confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
     """Judges the fastest solution in strict mode, which checks and measures more carefully than quick mode.  The strict

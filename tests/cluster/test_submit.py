@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.cluster import doctor as cluster_doctor
-from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools, run_pools, templates
+from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools, run_pools, searches, templates
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.compose import compose, freeze
@@ -495,6 +495,22 @@ def test_a_run_is_found_listed_cancelled_and_resumed(plane, as_user):
     set_status(admin, "train-1-r2", "Succeeded", prepare="Succeeded")
     with pytest.raises(ConfigError, match="nothing to go on with"):
         cluster.resume(place, cluster.find(place, "train-1"))
+
+
+def test_a_search_is_admitted_and_cancelled_and_is_no_run(as_user):
+    place = as_user()
+    template = searches.template_for(place, "cpu", None, "cpu")
+    assert template.name == templates.template_name("cuda-agent", "search-cpu")
+    with pytest.raises(ConfigError, match="have no GPUs"):
+        searches.template_for(place, "cpu", None, "cuda")
+    cluster.submit(place, searches.submission("search-a", "search-a", "cpu", template.name, "{}"))
+    assert cluster.submitter_of(searches.newest(place, "search-a")) == "ada"
+    assert searches.next_workflow(place, "search-a") == "search-a-r2"
+    assert "search-a" not in {cluster.run_of(item) for item in cluster.workflows(place)}
+    assert "search-a" not in pod_maintenance.states_of(as_user("admin"))
+    cluster.cancel(place, searches.newest(place, "search-a"), now=False)
+    assert searches.newest(place, "search-a")["spec"]["shutdown"] == "Terminate", "it has not begun"
+    assert searches.newest(place, "search-b") is None and searches.newest(place, "last;") is None
 
 
 def test_cancel_now_removes_the_pools_that_no_exit_hook_will(as_user):

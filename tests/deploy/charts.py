@@ -38,6 +38,8 @@ ALONE: dict[str, Any] = {
     "monitoring": {"serviceMonitor": True, "podMonitor": True, "dashboard": True, "alerts": True},
     "tracing": {"endpoint": "http://collector.monitoring:4318"},
     "access": {"viewers": [{"kind": "Group", "name": "all"}], "submitters": [{"kind": "User", "name": "eva"}]},
+    "search": {"server": "https://models.test/v1", "existingSecret": "models"},
+    "networkPolicy": {"searchEgress": [{"to": [{"ipBlock": {"cidr": "10.2.0.0/16"}}], "ports": [{"port": 443}]}]},
 }
 WITH_OTHERS: dict[str, Any] = {
     "store": {"existingSecret": "s3", "endpoint": "https://s3.test"},
@@ -89,7 +91,10 @@ def refusal(values: dict[str, Any]) -> str:
 
 
 def of_kind(items: list[dict[str, Any]], kind: str, name: str = "") -> list[dict[str, Any]]:
-    return [item for item in items if item["kind"] == kind and re.search(name, item["metadata"]["name"])]
+    """Returns the objects of this kind whose name matches the regular expression.  An expression such as ``-cpu-``
+    means the template for runs of a profile, and not the one for searches, whose name ends alike."""
+    found = [item for item in items if item["kind"] == kind and re.search(name, item["metadata"]["name"])]
+    return [item for item in found if not name or "search" in name or "-search-" not in item["metadata"]["name"]]
 
 
 def steps(made: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,14 @@ import yaml
 from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.rayjobs import can_be_spread
 from cuda_agent.deploy import argo, chart
-from cuda_agent.deploy.argo import CONCURRENCY_GROUP, RETRY, cron_workflow, maintenance_jobs, workflow_template
+from cuda_agent.deploy.argo import (
+    CONCURRENCY_GROUP,
+    RETRY,
+    cron_workflow,
+    maintenance_jobs,
+    search_template,
+    workflow_template,
+)
 from cuda_agent.pipeline.graph import ROWS, Stage
 from tests.deploy.charts import ARGO, ROOT, argocheck, needs_argo, steps
 
@@ -272,3 +279,37 @@ def unknown(value: object, schema: dict[str, object], path: str = "") -> list[st
         for inner in value:
             found += unknown(inner, schema["items"], f"{path}[]")  # type: ignore[arg-type]
     return found
+
+
+SEARCH = search_template()
+SEARCH_STEPS = steps(SEARCH)
+
+
+def test_a_search_fans_out_over_its_players_and_ends_even_if_one_of_them_fails():
+    tasks = {task["name"]: task for task in SEARCH_STEPS["run"]["dag"]["tasks"]}
+    assert {name: task.get("depends") for name, task in tasks.items()} == {
+        "prepare": None,
+        "begin": "prepare",
+        "player": "begin",
+        "end": "player.Succeeded || player.Failed || player.Errored",
+    }
+    assert SEARCH_STEPS["run"]["dag"]["failFast"] is False
+    assert tasks["player"]["withParam"] == "{{tasks.prepare.outputs.parameters.players}}"
+    given = {
+        name: {item["name"]: item["value"] for item in tasks[name]["arguments"]["parameters"]}
+        for name in tasks
+        if name != "prepare"
+    }
+    assert {name: values["what"] for name, values in given.items()} == {name: name for name in given}
+    assert given["player"]["player"] == "{{item}}" and "player" not in given["end"]
+    assert SEARCH["spec"]["hooks"] == {"exit": {"template": "exit"}}, "the sandboxes go, however it ended"
+    assert SEARCH_STEPS["exit"]["steps"] == [[{"name": "finish", "template": "finish"}]]
+    assert SEARCH["spec"]["synchronization"] == {"mutexes": [{"name": "search-{{workflow.parameters.run}}"}]}
+
+
+def test_the_pods_of_a_search_that_talk_to_a_model_have_no_right_on_the_cluster():
+    accounts = {name: item.get("serviceAccountName", "") for name, item in SEARCH_STEPS.items() if "container" in item}
+    assert accounts == {"prepare": "cuda-agent-operator", "search": "", "finish": "cuda-agent-operator"}
+    assert SEARCH["spec"]["serviceAccountName"] == "cuda-agent-stage"
+    assert SEARCH["spec"]["automountServiceAccountToken"] is False
+    assert SEARCH_STEPS["search"]["retryStrategy"] == TEMPLATES["prepare"]["retryStrategy"]

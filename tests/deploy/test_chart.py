@@ -42,6 +42,7 @@ from tests.mlflow_server import serving
 
 ARGO_KINDS = ("WorkflowTemplate", "CronWorkflow")
 OPERATORS_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+PROFILES = ("cpu", "gpu", "search-cpu", "search-gpu")  # their templates: for runs and for searches
 LEAVES = {path: (default, info) for path, default, info in chart.leaves()}
 
 
@@ -323,7 +324,59 @@ def test_argo_accepts_what_the_chart_makes_of_its_templates():
 def test_a_template_a_profile_with_the_version_in_its_name():
     version = CHART_VERSION.replace(".", "-")
     names = {item["metadata"]["name"] for item in of_kind(objects(ALONE), "WorkflowTemplate")}
-    assert names == {f"r-cuda-agent-{name}-{version}" for name in ("cpu", "gpu", *maintenance_jobs())}
+    assert names == {f"r-cuda-agent-{name}-{version}" for name in (*PROFILES, *maintenance_jobs())}
+
+
+@needs_helm
+def test_only_the_pods_of_searches_have_the_key_of_the_models_server_and_reach_it():
+    """They run nothing that a model writes: that runs in the pools, whose pods are other ones."""
+    items = objects(ALONE)
+    assert "models" not in json.dumps(pools(items)) and "models.test" not in json.dumps(pools(items))
+    with_key = set()
+    for made in of_kind(items, "WorkflowTemplate"):
+        for name, step in steps(made).items():
+            if "container" in step and "CUDA_AGENT_SEARCH" in json.dumps(step):
+                with_key.add((made["metadata"]["name"], name))
+                env = {item["name"]: item for item in step["container"]["env"]}
+                key = env["CUDA_AGENT_SEARCH_KEY"]["valueFrom"]["secretKeyRef"]
+                assert key == {"name": "models", "key": "key"}
+                assert env["CUDA_AGENT_SEARCH_SERVER"]["value"] == "https://models.test/v1"
+                assert step["metadata"]["labels"]["app.kubernetes.io/component"] == "search"
+                assert "serviceAccountName" not in step, "the account of stages, without rights and without a token"
+        assert made["spec"]["automountServiceAccountToken"] is False
+    version = CHART_VERSION.replace(".", "-")
+    assert with_key == {(f"r-cuda-agent-search-{profile}-{version}", "search") for profile in ("cpu", "gpu")}
+    rule = ALONE["networkPolicy"]["searchEgress"][0]
+    reaching = {
+        item["metadata"]["name"]: item["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        for item in of_kind(items, "NetworkPolicy")
+        if rule in item["spec"].get("egress", [])
+    }
+    assert reaching == {"r-cuda-agent-searches": "search"}
+
+
+@needs_helm
+def test_a_search_waits_for_the_turn_of_its_profile_and_has_its_pools():
+    for profile, gpus in (("cpu", 0), ("gpu", 1)):
+        (made,) = of_kind(objects(ALONE), "WorkflowTemplate", f"-search-{profile}-")
+        assert made["metadata"]["labels"]["cuda-agent.io/search"] == f"search-{profile}"
+        assert "cuda-agent.io/profile" not in made["metadata"]["labels"], "a run would be submitted to it"
+        assert made["spec"]["synchronization"]["semaphores"][0]["configMapKeyRef"]["key"] == profile
+        assert "parallelism" not in made["spec"]
+        env = {item["name"]: item.get("value", "") for item in steps(made)["prepare"]["container"]["env"]}
+        (evaluate,) = [one for one in json.loads(env["CUDA_AGENT_POOLS"]) if one["metadata"]["name"] == "RUN-evaluate"]
+        limits = evaluate["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert limits.get("nvidia.com/gpu", 0) == gpus
+        assert "nvidia.com/gpu" not in json.dumps(steps(made)["search"]), "the search's own pods need none"
+
+
+@needs_helm
+def test_without_a_server_there_are_no_searches():
+    items = objects(merged(WITH_OTHERS, {}))
+    assert not of_kind(items, "WorkflowTemplate", "-search-") and not of_kind(items, "NetworkPolicy", "searches")
+    assert "networkPolicy.searchEgress" in refusal(merged(WITH_OTHERS, {"search": {"server": "http://m:8000/v1"}}))
+    assert "search.server" in refusal(merged(WITH_OTHERS, {"search": {"existingSecret": "m"}}))
+    assert "another name" in refusal(merged(WITH_OTHERS, {"profiles": {"search-cpu": {}}}))
 
 
 @needs_helm
@@ -740,8 +793,9 @@ def test_selectors_find_the_pods_that_they_are_for():
             ]
         if item["kind"] in ("Deployment", "StatefulSet"):
             assert selects(item["spec"]["selector"], item["spec"]["template"]["metadata"]["labels"])
-    (workflow,) = of_kind(items, "WorkflowTemplate", "-cpu-")
-    stages = [item["metadata"]["labels"] for item in workflow["spec"]["templates"] if "container" in item]
+    workflows = of_kind(items, "WorkflowTemplate", "-cpu-") + of_kind(items, "WorkflowTemplate", "-search-cpu-")
+    templates = [item for workflow in workflows for item in workflow["spec"]["templates"]]
+    stages = [item["metadata"]["labels"] for item in templates if "container" in item]
     for policy in of_kind(items, "NetworkPolicy"):
         assert any(selects(policy["spec"]["podSelector"], labels) for labels in [*pods, *stages]), policy["metadata"][
             "name"
@@ -753,6 +807,7 @@ def test_every_reference_to_a_secret_an_account_or_a_claim_names_something_that_
     items = objects(ALONE)
     made = {(item["kind"], item["metadata"]["name"]) for item in items}
     made |= {("Secret", "RUN-sandbox"), ("Secret", "{{workflow.name}}-sandbox")}  # by prepare
+    made |= {("Secret", ALONE["search"]["existingSecret"])}  # by the operator
     for item in [*items, *pools(items), *pools(items, "gpu"), *engines(items)]:
         facts = flat(item)
         for path, value in facts.items():

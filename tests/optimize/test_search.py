@@ -83,7 +83,7 @@ def test_a_solution_without_a_strict_verdict_has_not_reached_the_target(run, mon
     async def stopped(task, sandbox, findings, *_):
         return findings.best
 
-    monkeypatch.setattr(search, "_confirm", stopped)
+    monkeypatch.setattr(search, "confirm", stopped)
     outcome = run(said([[WRITE], DONE]), turns=2)
     assert factor(outcome.best.quick) >= outcome.goal.target and outcome.best.strict is None
     assert not outcome.reached
@@ -106,7 +106,7 @@ def test_only_solutions_that_strict_mode_confirms_are_results(tmp_path, answers,
 
     async def confirm():
         transcript = Transcript(tmp_path / "transcript.jsonl", lambda: 0.0, events.append)
-        return await search._confirm(Task("t", "", (), ""), Strict(), findings, transcript, asyncio.Event())
+        return await search.confirm(Task("t", "", (), ""), Strict(), findings, transcript, asyncio.Event())
 
     best = asyncio.run(confirm())
     assert (best and best.turn) == confirmed and len(left) == 2
@@ -129,7 +129,7 @@ def test_a_fault_of_the_strict_judge_hides_no_solution_that_is_confirmed(tmp_pat
 
     async def confirm():
         transcript = Transcript(tmp_path / "transcript.jsonl", lambda: 0.0, lambda event: None)
-        return await search._confirm(Task("t", "", (), ""), Strict(), findings, transcript, asyncio.Event())
+        return await search.confirm(Task("t", "", (), ""), Strict(), findings, transcript, asyncio.Event())
 
     best = asyncio.run(confirm())
     assert best and best.turn == (0 if first == "ok" else 2)

@@ -33,6 +33,9 @@
 {{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,14}[a-z0-9])?$" $name) -}}
 {{- fail (printf "profiles.%s: a profile's name has at most 16 lower-case letters, digits and dashes." $name) -}}
 {{- end -}}
+{{- if hasPrefix "search-" $name -}}
+{{- fail (printf "profiles.%s: the chart names templates of searches so; choose another name for the profile." $name) -}}
+{{- end -}}
 {{- if has $name (list "doctor" "gc" "gc-plan" "pin" "unpin") -}}
 {{- fail (printf "profiles.%s: the chart already has a template of that name; choose another name for the profile." $name) -}}
 {{- end -}}
@@ -73,6 +76,12 @@
 {{- if and $v.networkPolicy.enabled $v.tracking.uri (not $v.networkPolicy.trackingCidrs) -}}
 {{- fail "networkPolicy.trackingCidrs: list the addresses of tracking.uri; without them no metrics arrive there." -}}
 {{- end -}}
+{{- if and $v.networkPolicy.enabled $v.search.server (not $v.networkPolicy.searchEgress) -}}
+{{- fail "networkPolicy.searchEgress: list the rules that lead to search.server; without them no search reaches its model." -}}
+{{- end -}}
+{{- if and $v.search.existingSecret (not $v.search.server) -}}
+{{- fail "search.existingSecret: a key without a server; set search.server, too." -}}
+{{- end -}}
 {{- if and $v.cron.enabled (not $v.cron.config) -}}
 {{- fail "cron.config: expected the sha256 of a configuration that an earlier run has stored; `cuda-agent config` prints it." -}}
 {{- end -}}
@@ -100,6 +109,7 @@ them). A missing one would be noticed by a pod that cannot start, long after the
   (list "minio.existingSecret" $v.minio.existingSecret "accesskey" "secretkey")
   (list "privateCa.existingSecret" $v.privateCa.existingSecret "ca.crt")
   (list "mlflow.backendSecret" $v.mlflow.backendSecret "password")
+  (list "search.existingSecret" $v.search.existingSecret "key")
   (list "webhook.existingSecret" $v.webhook.existingSecret "url") -}}
 {{- range $name, $place := $v.secretEnvironment -}}
 {{- $parts := splitList "/" $place -}}
