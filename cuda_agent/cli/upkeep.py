@@ -111,7 +111,8 @@ def gc(
     The data are artifacts, checkpoints, cache entries and rows in MLflow. A pipeline is a series of runs with the
     same run.pipeline; its newest finished runs stay. Runs that are pinned or under way stay, too. Rows of runs that
     were cut off end in MLflow. On a cluster, a pod of the Helm chart does this work. It also removes servers that
-    ended Argo Workflows left, and ConfigMaps of deleted Workflows."""
+    ended Argo Workflows left, ConfigMaps of deleted Workflows, and searches of `optimize --on` of which nothing has
+    changed in the chart's `gc.days`."""
     if on == "local":
         found = _collect_here(keep, days, dry_run, store, mlflow)
     else:
@@ -121,9 +122,9 @@ def gc(
     if as_json:
         print_json(found)
         return
-    for kind in ("runs", "pools", "config maps"):
+    for kind in ("runs", "pools", "config maps", "searches"):
         for name in found.get(kind, []):
-            print(f"{kind.removesuffix('s')} {name}")
+            print(f"{kind.removesuffix('es' if kind == 'searches' else 's')} {name}")
     if found["pinned"]:
         print(f"pinned, so kept: {', '.join(found['pinned'])}")
     verb = "removed" if found["removed"] else "would be removed"

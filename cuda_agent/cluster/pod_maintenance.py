@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cuda_agent.cluster import bucket, pools, rayjobs
+from cuda_agent.cluster import bucket, pools, rayjobs, searches
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.pod import PodEnvironment
 from cuda_agent.cluster.run_pools import remove_pools
@@ -57,9 +57,10 @@ def collect(here: PodEnvironment, keep: int, days: float, dry_run: bool, cluster
         A dict that lists what was removed, or with ``dry_run`` would be removed.  ``runs`` are names of runs, and
         ``pinned`` those that were kept because they are pinned.  ``objects`` and ``bytes`` are the number and the size
         of objects in the store.  ``pools`` are names of Workflows whose servers are removed.  ``config maps`` are names
-        of ConfigMaps.  ``removed`` is False with ``dry_run``, else True; then ``rows`` and ``ended`` are there, too
-        (see ``rows.tidy``).  If another collection is under way, or a run stores results for a long time, a call
-        without ``dry_run`` removes nothing and returns ``{"busy": reason}``."""
+        of ConfigMaps, and ``searches`` those of searches (see ``searches.collect``).  ``removed`` is False with
+        ``dry_run``, else True; then ``rows`` and ``ended`` are there, too (see ``rows.tidy``).  If another collection
+        is under way, or a run stores results for a long time, a call without ``dry_run`` removes nothing and returns
+        ``{"busy": reason}``."""
     store = open_store(here.store)
     with contextlib.nullcontext("") if dry_run else locks.collecting(store) as busy:
         if busy:
@@ -69,6 +70,7 @@ def collect(here: PodEnvironment, keep: int, days: float, dry_run: bool, cluster
         live = {run for run, state in states.items() if state not in ENDED}
         what = gc.plan(store, keep, days, live, states.__contains__)
         found = what.to_json() | {"pools": left, "config maps": maps, "removed": not dry_run}
+        found["searches"] = searches.collect(cluster, store, here.mlflow, days, dry_run)
         if not dry_run:
             for name in left:
                 remove_pools(cluster, name)

@@ -1,4 +1,4 @@
-"""Submits, follows and stops searches of `cuda-agent optimize` on a cluster, and brings their results.
+"""Submits, follows and collects searches of `cuda-agent optimize` on a cluster, and brings their results.
 
 A search has one or more Workflows, as a run has attempts: each has a ConfigMap of the same name with the order of the
 search (its settings and the problem).  All carry the search's name as a label.  The result goes from the store to the
@@ -7,9 +7,12 @@ user by MLflow, as reports of runs do."""
 import hashlib
 import re
 import secrets
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from cuda_agent.cluster import results, templates
 from cuda_agent.cluster.api import Cluster, new_object
@@ -17,8 +20,10 @@ from cuda_agent.cluster.submit import CONFIG_ANNOTATION, ENDED, Submission, next
 from cuda_agent.cluster.templates import PROFILE_LABEL, SEARCH_LABEL, Template
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import Rest
+from cuda_agent.storage import Store
 
 EXPERIMENT, TAG = "cuda-agent-searches", "cuda-agent.search"  # in MLflow
+_YOUNG = 3600.0  # seconds in which a search is never collected
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")
 _STATES = {
     "Pending": "waits", "Running": "running", "Succeeded": "done", "Failed": "failed", "Error": "failed",
@@ -127,3 +132,29 @@ def fetch(cluster: Cluster, search: str, folder: Path) -> bool:
         if row is not None:
             results.save(api, row, api.files(row), folder)
         return row is not None
+
+
+def collect(cluster: Cluster, store: Store, uri: str, days: float, dry_run: bool) -> list[str]:
+    """Removes searches from the store and from the MLflow at ``uri`` (``off``: none), if nothing of them has changed in
+    so many days and none of their Workflows is under way.  Returns their names; with ``dry_run`` removes nothing.  If
+    MLflow does not answer, removes nothing and returns an empty list: the next collection tries again."""
+    phases = {name: cells["Status"] or "Pending" for name, cells in cluster.table("Workflow", SEARCH_LABEL).items()}
+    flows = cluster.metadata("Workflow", SEARCH_LABEL)
+    live = {about["labels"][SEARCH_LABEL] for about in flows if phases.get(about["name"], "Pending") not in ENDED}
+    before = time.time() - max(days * 86400, _YOUNG)
+    old = {}
+    for search in store.folders("searches"):
+        sizes = store.sizes(f"searches/{search}")
+        if sizes and search not in live and all(changed < before for _, changed in sizes.values()):
+            old[search] = [*sizes]
+    if dry_run:
+        return [*old]
+    try:
+        for search in old if uri != "off" else ():
+            api = Rest(uri)
+            for row in api.find(api.experiments(), TAG, search):
+                api.delete(row.run_id)
+    except httpx.HTTPError:
+        return []
+    store.delete_all(key for keys in old.values() for key in keys)
+    return [*old]

@@ -1,6 +1,7 @@
 """`optimize --on` against an API server and a real MLflow, while a thread does what Argo and the pods would do."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from typer.testing import CliRunner
 from cuda_agent.cli import main
 from cuda_agent.cli import searches as commands
 from cuda_agent.cluster import searches
+from cuda_agent.cluster.api import Cluster
 from cuda_agent.cluster.submit import CONFIG_ANNOTATION
 from cuda_agent.errors import UserError
 from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.storage import open_store
 from tests.cluster.fake_api import FakeApi
 from tests.mlflow_server import serving
 
@@ -235,3 +238,26 @@ def test_the_steps_of_a_search_are_told_by_the_pods_of_its_workflow() -> None:
     ]
     found = searches.steps({"status": {"nodes": {str(number): one for number, one in enumerate(nodes)}}})
     assert found == {"begin": "done (try 2)", "player(0:0)": "running", "player(1:1)": "waits"}
+
+
+def test_gc_removes_old_searches_that_are_not_under_way_from_the_store_and_from_mlflow(
+    there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, place = open_store(tmp_path / "store"), Cluster.of_kubeconfig()
+    for name, phase in (("old", "Succeeded"), ("lives", "Running"), ("gone", ""), ("young", "Succeeded")):
+        store.put(f"searches/{name}/attempts/1.jsonl", b"1")
+        store.put(f"searches/{name}/order.json", b"{}")
+        if phase:
+            there.api.add("Workflow", name, {searches.SEARCH_LABEL: name}, status={"phase": phase})
+        there.result(name, tmp_path / name, FAST)
+    eight_days = time.time() - 8 * 86400
+    for path in (tmp_path / "store" / "searches").rglob("*"):
+        if path.is_file() and path != tmp_path / "store" / "searches" / "young" / "order.json":
+            os.utime(path, (eight_days, eight_days))
+    assert searches.collect(place, store, there.mlflow, 7.0, True) == ["gone", "old"]
+    assert searches.collect(place, store, "http://127.0.0.1:9", 7.0, False) == [], "MLflow is away"
+    assert store.folders("searches") == ["gone", "lives", "old", "young"]
+    assert searches.collect(place, store, there.mlflow, 7.0, False) == ["gone", "old"]
+    assert {key.split("/")[1] for key in store.list("searches")} == {"lives", "young"}
+    assert [searches.fetch(place, name, tmp_path / "f") for name in ("old", "lives")] == [False, True]
+    assert searches.collect(place, store, there.mlflow, 0.0, True) == [], "an hour is the least"
