@@ -29,6 +29,13 @@ def test_every_page_is_on_the_site():
     assert pages | {"charts/cuda-agent/README.md"} == set(runpy.run_path(str(DOCS / "conf.py"))["include_patterns"])
 
 
+def test_no_file_holds_the_marks_of_a_merge():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml")]
+    assert len(pages) > 30
+    marks = re.compile(r"^(<{7}|>{7}) ", re.M)
+    assert not [path.name for path in pages if marks.search(path.read_text())]
+
+
 def test_the_page_of_servers_names_every_imitated_deviation():
     cases = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", (DOCS / "servers.md").read_text(), re.M)  # tables of two columns
     named = re.findall(r"`([\w-]+)`", " ".join(cases))
