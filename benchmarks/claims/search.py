@@ -75,6 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, help="limit of turns in a conversation; default: that of evaluations")
     parser.add_argument("--parallel", type=int, default=1, help="plays at a time; a play is a task with one seed")
     parser.add_argument("--work", type=Path, default=Path("search"), help="folder for plays and caches")
+    parser.add_argument("--finished", action="store_true", help="play nothing, and show what is finished")
     parser.add_argument("--combine", type=Path, nargs="+", help="results of earlier calls, seen as one")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
@@ -151,7 +152,8 @@ def numbered(plays: Sequence[Mapping[str, Any]], number: int) -> list[dict[str, 
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Plays all tasks with all seeds and returns the results. Raises SystemExit if plays are missing at the end."""
+    """Plays all tasks with all seeds and returns the results. Names plays that are missing at the end, for example
+    because their sandbox failed. Raises SystemExit if all are missing."""
     store, work = open_store(options.store), options.work.absolute()
     run = runs.find_run(store, options.run)
     config, manifests = runs.read_config(store, run.config), runs.run_manifests(store, run, STAGES)
@@ -163,12 +165,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     results = work / f"plays-{options.verdicts}-{options.tokens}-{options.turns}"
     chosen = tasks[: options.tasks]
     all_plays = [Play(task, seed, results / f"{task.name}-{seed}.json") for seed in options.seeds for task in chosen]
-    if left := [play for play in all_plays if not play.file.exists()]:
+    left = [play for play in all_plays if not play.file.exists()]
+    if left and not options.finished:
         results.mkdir(exist_ok=True)
         play_all(left, config, options, work)
     if lacking := [play.file.stem for play in all_plays if not play.file.exists()]:
-        raise SystemExit(f"not played: {', '.join(lacking)}; the same command goes on with them")
-    return [json.loads(play.file.read_text()) for play in all_plays]
+        print(f"not played: {', '.join(lacking)}; the same command goes on with them", file=sys.stderr)
+    if len(lacking) == len(all_plays):
+        raise SystemExit(1)
+    return [json.loads(play.file.read_text()) for play in all_plays if play.file.exists()]
 
 
 def play_all(plays: Sequence[Play], config: Config, options: argparse.Namespace, work: Path) -> None:

@@ -17,6 +17,7 @@ from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.model import new_policy, train_tokenizer
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.tasks.io import task_from_file
+from cuda_agent.tasks.task import Task
 
 ROOT = Path(__file__).parents[3]
 MODEL = """import torch
@@ -103,6 +104,31 @@ def test_results_of_several_runs_are_seen_as_one(search, tmp_path, monkeypatch, 
     found = json.loads((tmp_path / "both").read_text())
     assert set(found["tasks"]) == {"0/a", "1/a"}, "equal names of different runs are different tasks"
     assert found["search"]["one"]["means"] == 3.0
+
+
+def test_an_interrupted_comparison_goes_on_with_the_missing_plays(search, tmp_path, monkeypatch, capsys):
+    tasks = [Task(name, MODEL, ("torch.sqrt",), "torch#1", "teacher", "heldout") for name in ("a", "b")]
+    manifest = SimpleNamespace(outputs={"tasks": "x", "policy": "y"})
+    store = SimpleNamespace(get_folder=lambda digest, folder: folder.mkdir(parents=True))
+    monkeypatch.setattr(search, "open_store", lambda uri: store)
+    monkeypatch.setattr(search, "read_tasks", lambda folder: tasks)
+    monkeypatch.setattr(search.runs, "find_run", lambda store, name: SimpleNamespace(config="c"))
+    monkeypatch.setattr(search.runs, "read_config", lambda store, config: Config())
+    stages = {"synthesis": manifest, "agentic": manifest}
+    monkeypatch.setattr(search.runs, "run_manifests", lambda store, run, graph: stages)
+    begun = []
+
+    def play_first(plays, *_):
+        begun.append([one.file.stem for one in plays])
+        plays[0].file.write_text(json.dumps(play(plays[0].task.name, course(1.0), course(1.0), course(2.0))))
+
+    monkeypatch.setattr(search, "play_all", play_first)
+    command = ["search.py", "--work", str(tmp_path / "work"), "--json", str(tmp_path / "json")]
+    for more, tasks_shown in (([], ["a"]), (["--finished"], ["a"]), ([], ["a", "b"])):
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        search.main()
+        assert list(json.loads((tmp_path / "json").read_text())["tasks"]) == tasks_shown
+    assert begun == [["a-0", "b-0"], ["b-0"]] and "not played: b-0" in capsys.readouterr().err
 
 
 def test_places_share_nothing_unless_there_are_too_few_processors(search):
