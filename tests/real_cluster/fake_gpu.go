@@ -41,7 +41,7 @@ func (p plugin) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchS
 	return nil
 }
 
-func (plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.AllocateResponse, error) {
+func (p plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.AllocateResponse, error) {
 	response := &api.AllocateResponse{}
 	for _, container := range request.ContainerRequests {
 		visible := strings.Join(container.DevicesIds, ",")
