@@ -20,8 +20,8 @@ from typing import Any
 
 # What `submit`, `pod`, the stages and the sandbox's servers import, beyond PyTorch, transformers and numpy.
 ROOTS = (
-    "pydantic", "hydra-core", "obstore", "minio", "typer", "rich", "pygments", "jinja2", "httpx", "kubernetes", "fastapi",
-    "uvicorn", "prometheus-client", "pyarrow",
+    "pydantic", "hydra-core", "obstore", "minio", "typer", "rich", "pygments", "jinja2", "httpx", "kubernetes",
+    "fastapi", "uvicorn", "prometheus-client", "pyarrow",
 )  # fmt: skip
 ETC = ("etc/ld.so.cache", "etc/ld.so.conf", "etc/ld.so.conf.d", "etc/alternatives", "etc/localtime")
 USERS = "root:x:0:0:root:/:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\nagent:x:65532:65532:agent:/tmp:/bin/sh\n"
@@ -99,7 +99,11 @@ def archive(path: Path, names: list[str], layer: Path, config: Mapping[str, Any]
     with tarfile.open(path, "w") as made:
         made.add(layer, f"{digest}.tar")
         _text(made, f"{name}.json", text)
-        _text(made, "manifest.json", json.dumps([{"Config": f"{name}.json", "RepoTags": names, "Layers": [f"{digest}.tar"]}]))
+        _text(
+            made,
+            "manifest.json",
+            json.dumps([{"Config": f"{name}.json", "RepoTags": names, "Layers": [f"{digest}.tar"]}]),
+        )
 
 
 def images(folder: Path, app: Path, mounted: list[str], minio: Path, version: str) -> None:

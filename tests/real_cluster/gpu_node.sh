@@ -38,8 +38,8 @@ system_files() { # FOLDER: Debian's files that a machine without containers lack
     file=$(PATH=/usr/sbin:/usr/bin command -v "$name") || die "$name is missing: make cluster-up installs it."
     echo "$(readlink -f "$file")"
   done >"$work/programs"
-  find /usr/lib/cni -type f >>"$work/programs"
-  find /usr/lib/x86_64-linux-gnu/xtables -name '*.so' -type f >>"$work/programs"
+  find /usr/lib/cni ! -type d >>"$work/programs"
+  find /usr/lib/x86_64-linux-gnu/xtables -name '*.so' >>"$work/programs"
   # glibc is the machine's own: a newer one runs what was linked with an older one.
   xargs -n1 ldd <"$work/programs" 2>/dev/null | sed -n 's/.* => \(\/[^ ]*\) .*/\1/p' | sort -u |
     grep -Ev '/(libc|libm|libdl|libpthread|librt|libresolv|ld-linux-x86-64)\.so' >"$work/libraries" || true
@@ -63,11 +63,11 @@ wheels() { # FOLDER: what the package needs beyond PyTorch, transformers and num
 }
 
 pack() { # FOLDER
-  local kubernetes images archive names=()
+  local kubernetes archive names=()
   mkdir -p "$1"
   [ -z "$(ls -A "$1")" ] || die "$1 is not empty."
   "$HERE/build.sh" kubernetes etcd coredns argo helm minio fake-gpu
-  kubernetes=$(basename "$(at kubernetes)") images=$(basename "$CACHE")
+  kubernetes=$(basename "$(at kubernetes)")
   for archive in $("$HERE/images.sh"); do names+=("images/$(basename "$archive")"); done
   archive=$(ls "$CACHE/argo-manifests-$ARGO-"*.yaml) || die "Start the cluster here once: make cluster-up"
   squeeze kubernetes "$kubernetes"/{kube-apiserver,kube-controller-manager,kubelet,kube-scheduler,kube-proxy,kubectl} \
@@ -77,7 +77,7 @@ pack() { # FOLDER
   system_files "$work/system"
   (cd "$work/system" && find . ! -type d | sed 's,^\./,,' | tar -cf - -T -) | xz -6 >"$work/system.tar.xz"
   wheels "$work/wheels"
-  tar -C "$work" -cf - wheels | xz -6 >"$work/wheels.tar.xz"
+  tar -C "$work" -cf - wheels | xz -0 >"$work/wheels.tar.xz"
   tar -C "$CACHE" -cf - "$(basename "$(at fake-gpu)")/fake-gpu" | xz -6 >"$work/plugin.tar.xz"
   wait
   ln -s "$(cat "$work/one")" "$work/kubernetes.tar.xz"
@@ -97,13 +97,13 @@ unpack() { # archive folder option...
   mkdir -p "$folder"
   { if command -v xz >/dev/null; then xz -dc "$archive"; else
       python3 -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), sys.stdout.buffer)' "$archive"
-    fi; } | tar -C "$folder" --no-overwrite-dir -xf - "$@"
+    fi; } | tar -C "$folder" -xf - "$@"
 }
 
 check() { # says at once all that the machine lacks, before anything waits for it
   local lacks=0
   try() { # what command
-    unshare --net --mount --fork sh -c "$2" >"$work/try" 2>&1 || { echo "lacks $1: $(tail -1 "$work/try")" >&2; lacks=1; }
+    unshare --net --mount --fork bash -euc "$2" >"$work/try" 2>&1 || { echo "lacks $1: $(head -1 "$work/try")" >&2; lacks=1; }
   }
   for name in unshare nsenter mount flock setsid sha256sum awk openssl sysctl conntrack containerd runc ctr; do
     command -v "$name" >/dev/null || { echo "lacks $name" >&2; lacks=1; }
