@@ -70,7 +70,7 @@ def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def system(layer: tarfile.TarFile, mounted: list[str]) -> None:
     """Adds what a root has on this machine beside the folders that pods mount."""
-    for name in sorted({"tmp", "etc", "proc", "sys", "dev", "run", "var", *(path.strip("/") for path in mounted)}):
+    for name in sorted({"tmp", "etc/ssl/certs", "proc", "sys", "dev", "run", "var", *(path.strip("/") for path in mounted)}):
         for parent in reversed(Path(name).parents[:-1]):
             _folder(layer, str(parent))
         _folder(layer, name, 0o1777 if name == "tmp" else 0o755)
@@ -116,6 +116,8 @@ def images(folder: Path, app: Path, mounted: list[str], minio: Path, version: st
     with tarfile.open(layer, "w") as made:
         system(made, mounted)
         made.add(app, "app", filter=_owned_by_root)
+        (public,) = app.glob("lib/*/site-packages/certifi/cacert.pem")  # without any, the store's client does not start
+        made.add(public, "etc/ssl/certs/ca-certificates.crt", filter=_owned_by_root)
     names = [f"localhost/cuda-agent:{version}", f"localhost/cuda-agent-sandbox:{version}"]
     archive(folder / "cuda-agent.tar", names, layer, common | {"Env": variables} | start)
     with tarfile.open(layer, "w") as made:

@@ -171,7 +171,7 @@ up() { # FOLDER
 }
 
 node_program() {
-  PYTHONPATH=$ROOT:$HERE PYTHONDONTWRITEBYTECODE=1 PATH=$APP/bin:$PATH "$APP/bin/python3" "$HERE/gpu_run.py" "$@"
+  SSL_CERT_FILE=$(echo "$APP"/lib/*/site-packages/certifi/cacert.pem) PYTHONPATH=$ROOT:$HERE PYTHONDONTWRITEBYTECODE=1 PATH=$APP/bin:$PATH "$APP/bin/python3" "$HERE/gpu_run.py" "$@"
 }
 
 work=$(mktemp -d /var/tmp/gpu-node-XXXXXX)
