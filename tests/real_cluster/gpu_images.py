@@ -70,7 +70,9 @@ def _owned_by_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def system(layer: tarfile.TarFile, mounted: list[str]) -> None:
     """Adds what a root has on this machine beside the folders that pods mount."""
-    for name in sorted({"tmp", "etc/ssl/certs", "proc", "sys", "dev", "run", "var", *(path.strip("/") for path in mounted)}):
+    for name in sorted(
+        {"tmp", "etc/ssl/certs", "proc", "sys", "dev", "run", "var", *(path.strip("/") for path in mounted)}
+    ):
         for parent in reversed(Path(name).parents[:-1]):
             _folder(layer, str(parent))
         _folder(layer, name, 0o1777 if name == "tmp" else 0o755)

@@ -6,7 +6,7 @@
 #                             images from the machine's own /usr and /opt, and installs the chart
 #   gpu_node.sh run           runs a DAG on it and tries its walls
 #
-#   ENVIRONMENT=/opt/torch/.venv  a virtual environment with PyTorch, transformers and numpy, below /usr or /opt (or another one)
+#   ENVIRONMENT=/opt/torch/.venv  a virtual environment with PyTorch, transformers and numpy
 #   PYTHON=3.12                   its version, for `pack`
 #   DEVICE=cuda                   or cpu: what solutions are judged on
 #   GPU_FILES="/dev/nvidia0 ..."  device files that a container with a GPU gets
@@ -28,7 +28,10 @@ squeeze() { # name file...: the files, below $CACHE, as $CACHE/packed/NAME-KEY.t
   key=$(cd "$CACHE" && stat -c '%n %s %Y' "$@" | sha256sum | cut -c1-12)
   made=$CACHE/packed/$name-$key.tar.xz
   mkdir -p "$CACHE/packed"
-  [ -f "$made" ] || { tar -C "$CACHE" -cf - "$@" | nice -n 19 xz -c --x86 --lzma2=preset=7,dict=512MiB >"$made.new" && mv "$made.new" "$made"; }
+  [ -f "$made" ] || {
+    tar -C "$CACHE" -cf - "$@" | nice -n 19 xz -c --x86 --lzma2=preset=7,dict=512MiB >"$made.new"
+    mv "$made.new" "$made"
+  }
   echo "$made"
 }
 
@@ -56,8 +59,9 @@ wheels() { # FOLDER: what the package needs beyond PyTorch, transformers and num
   "$ROOT/.venv/bin/python" "$HERE/gpu_images.py" requirements >"$work/requirements"
   mkdir -p "$1"
   grep -v '^antlr4' "$work/requirements" >"$work/binary"
-  retry "$ROOT/.venv/bin/python" -m pip download -q --no-deps --only-binary :all: --implementation cp --python-version "$PYTHON" \
-    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest "$1" -r "$work/binary"
+  retry "$ROOT/.venv/bin/python" -m pip download -q --no-deps --only-binary :all: --implementation cp \
+    --python-version "$PYTHON" --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 --dest "$1" -r "$work/binary"
   grep '^antlr4' "$work/requirements" >"$work/source" # published as source alone; pure Python
   retry "$ROOT/.venv/bin/python" -m pip wheel -q --no-deps --wheel-dir "$1" -r "$work/source"
 }
@@ -103,7 +107,9 @@ unpack() { # archive folder option...
 check() { # says at once all that the machine lacks, before anything waits for it
   local lacks=0
   try() { # what command
-    unshare --net --mount --fork bash -euc "$2" >"$work/try" 2>&1 || { echo "lacks $1: $(head -1 "$work/try")" >&2; lacks=1; }
+    unshare --net --mount --fork bash -euc "$2" >"$work/try" 2>&1 && return
+    echo "lacks $1: $(head -1 "$work/try")" >&2
+    lacks=1
   }
   for name in unshare nsenter mount flock setsid sha256sum awk openssl sysctl conntrack containerd runc ctr; do
     command -v "$name" >/dev/null || { echo "lacks $name" >&2; lacks=1; }
@@ -112,7 +118,8 @@ check() { # says at once all that the machine lacks, before anything waits for i
   try "bridges" "ip link add b0 type bridge"
   try "virtual cables" "ip link add v0 type veth peer name v1"
   try "filters of bridged packets" "ip link add b0 type bridge; sysctl -qw net.bridge.bridge-nf-call-iptables=1"
-  try "overlayfs" "mkdir -p $work/{a,b,c,d}; mount -t overlay -o lowerdir=$work/a,upperdir=$work/b,workdir=$work/c none $work/d"
+  mkdir "$work"/{a,b,c,d}
+  try "overlayfs" "cd $work; mount -t overlay -o lowerdir=a,upperdir=b,workdir=c none d"
   try "a mangle table" "iptables -t mangle -A POSTROUTING -o eth0 -m conntrack --ctstate NEW -j DROP"
   try "marks" "iptables -t nat -A POSTROUTING -m mark --mark 1/1 -m comment --comment x -j MASQUERADE --random-fully"
   try "translation" "iptables -t nat -A PREROUTING -p tcp -j DNAT --to-destination 10.0.0.1:80"
@@ -123,7 +130,7 @@ check() { # says at once all that the machine lacks, before anything waits for i
 }
 
 app() { # the package with its wheels, on top of the environment; sandbox workers find it without a variable
-  local base version site
+  local base version site about wheel
   base=$(readlink -f "$ENVIRONMENT/bin/python3")
   version=$("$base" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
   site=$APP/lib/$version/site-packages
@@ -132,16 +139,20 @@ app() { # the package with its wheels, on top of the environment; sandbox worker
   printf 'home = %s\ninclude-system-site-packages = false\n' "${base%/*}" >"$APP/pyvenv.cfg"
   for wheel in "$CACHE"/wheels/*.whl; do "$base" -m zipfile -e "$wheel" "$site"; done
   cp -r "$ROOT/cuda_agent" "$site/" && cp -r "$ROOT/conf" "$site/cuda_agent/conf"
-  mkdir "$site/cuda_agent-$(project_version).dist-info"
-  printf 'Metadata-Version: 2.1\nName: cuda-agent\nVersion: %s\n' "$(project_version)" >"$site/cuda_agent-$(project_version).dist-info/METADATA"
+  about=$site/cuda_agent-$(project_version).dist-info
+  mkdir "$about"
+  printf 'Metadata-Version: 2.1\nName: cuda-agent\nVersion: %s\n' "$(project_version)" >"$about/METADATA"
   echo "$ENVIRONMENT/lib/$version/site-packages" >"$site/environment.pth"
   chmod -R a+rX "$APP"
 }
 project_version() { sed -n 's/^version = "\(.*\)"/\1/p' "$ROOT/pyproject.toml"; }
 
-trees() { # the folders that pods see: with those mounted below them, as the driver's libraries are; a claim holds one mount
+trees() { # the folders that pods see, and those mounted below them, as the driver's libraries: a claim holds one mount
+  local folder
   { printf '%s\n' /usr /opt
-    awk '$2 ~ /^\/(usr|opt)\// { print $2 }' /proc/mounts
+    awk '$2 ~ /^\/(usr|opt)\// { print $2 }' /proc/mounts | while read -r folder; do
+      [ ! -d "$folder" ] || echo "$folder"
+    done
     case $ENVIRONMENT in /usr/* | /opt/*) ;; *) readlink -f "$ENVIRONMENT" ;; esac; } | sort -u
 }
 
@@ -160,18 +171,22 @@ up() { # FOLDER
   echo "${present[*]}" >"$STATE/gpu-files"
   app
   trees >"$STATE/trees"
-  "$APP/bin/python3" "$HERE/gpu_images.py" images "$work/made" "$APP" "$STATE/trees" "$(at minio)/minio" "$(project_version)"
+  "$APP/bin/python3" "$HERE/gpu_images.py" images "$work/made" "$APP" "$STATE/trees" "$(at minio)/minio" \
+    "$(project_version)"
   "$HERE/load.sh" "$work"/made/*.tar >/dev/null
   say "made the project's images"
   kubectl get namespace "$NAMESPACE" >/dev/null 2>&1 || kubectl create namespace "$NAMESPACE" >/dev/null
   kubectl label --overwrite namespace "$NAMESPACE" pod-security.kubernetes.io/enforce=restricted >/dev/null
-  while read -r file; do "$HERE/environment.sh" "$NAMESPACE" "$(tr / - <<<"tree$file" | tr -d .)" "$file" >/dev/null; done <"$STATE/trees"
+  while read -r file; do
+    "$HERE/environment.sh" "$NAMESPACE" "$(tr / - <<<"tree$file" | tr -d .)" "$file" >/dev/null
+  done <"$STATE/trees"
   await 60 "the service account" kubectl -n "$NAMESPACE" get serviceaccount default
   node_program install
 }
 
 node_program() {
-  SSL_CERT_FILE=$(echo "$APP"/lib/*/site-packages/certifi/cacert.pem) PYTHONPATH=$ROOT:$HERE PYTHONDONTWRITEBYTECODE=1 PATH=$APP/bin:$PATH "$APP/bin/python3" "$HERE/gpu_run.py" "$@"
+  SSL_CERT_FILE=$(echo "$APP"/lib/*/site-packages/certifi/cacert.pem) PYTHONPATH=$ROOT:$HERE \
+    PYTHONDONTWRITEBYTECODE=1 PATH=$APP/bin:$PATH "$APP/bin/python3" "$HERE/gpu_run.py" "$@"
 }
 
 work=$(mktemp -d /var/tmp/gpu-node-XXXXXX)

@@ -142,6 +142,14 @@ def walls(space: Cluster, run: str) -> None:
     assert set(seen["devices"]) - set(other["devices"]) == files, (seen["devices"], other["devices"])
     assert {seen["opened"][file] for file in files} == {"done"}, seen["opened"]
     _say(f"          device files of the pod with the GPU, and of no other: {' '.join(sorted(files))}")
+    if os.environ["DEVICE"] == "cuda":
+        code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU')"
+        names = [
+            space.run("exec", f"{run}-{role}-0", "-c", "sandbox", "--", "python3", "-c", code).strip()
+            for role in ("evaluate", "workspace")
+        ]
+        assert names[0] != "no GPU" and names[1] == "no GPU", names
+        _say(f"          PyTorch finds {names[0]} there, and no GPU in another pod of the run")
     for inside in (seen, other):
         status = inside["status"]
         assert inside["user"] == 65532 and status["NoNewPrivs"] == "1" and status["Seccomp"] == "2", inside
@@ -163,8 +171,12 @@ def walls(space: Cluster, run: str) -> None:
     wait_for("it reaches nothing", 60, lambda: not reached(space, server, places, "sandbox"))
     _say(f"          reaches none of {', '.join(places)}; without the policies, all but the outside")
     wanted = {"limits": GPU}
-    locked = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "privileged": True}
-    container = {"name": "x", "image": "localhost/busybox:1", "resources": wanted, "securityContext": locked}
+    container = {
+        "name": "x",
+        "image": "localhost/busybox:1",
+        "resources": wanted,
+        "securityContext": {"privileged": True},
+    }
     asks = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "asks"}, "spec": {"containers": [container]}}
     refused = space.try_run("create", "--dry-run=server", "-f", "-", stdin=json.dumps(asks))
     assert refused.returncode and "violates PodSecurity" in refused.stderr, refused
