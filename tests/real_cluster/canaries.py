@@ -87,8 +87,8 @@ def everything(installed: Release) -> Iterator[tuple[str, bytes]]:
 
 
 @contextmanager
-def open_bucket(installed: Release) -> Iterator[Store]:
-    """Yields the release's store, reached through a forwarded port of MinIO's pod."""
+def open_bucket(installed: Release, prefix: str = "") -> Iterator[Store]:
+    """Yields the release's store, or its folder ``prefix``, reached through a forwarded port of MinIO's pod."""
     space = installed.cluster
     with served(installed, "minio", 9000) as address:
         (secret,) = [item for item in space.get("secrets")["items"] if "secretkey" in item.get("data", {})]
@@ -100,7 +100,7 @@ def open_bucket(installed: Release) -> Iterator[Store]:
             "AWS_SECRET_ACCESS_KEY": keys["secretkey"],
         }
         with mock.patch.dict(os.environ, environment):
-            yield open_store("s3://cuda-agent")
+            yield open_store(f"s3://cuda-agent/{prefix}".rstrip("/"))
 
 
 @contextmanager

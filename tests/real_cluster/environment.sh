@@ -5,7 +5,9 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 claim=${2:-environment} folder=$(readlink -f "${3:-$HERE/../../.venv}")
-[ -d "$folder/lib/python3.11/site-packages" ] || die "$folder is no virtual environment of Python 3.11, the images' version."
+# Folders that are no virtual environment, such as /usr, are taken as they are.
+[ -d "$folder" ] || die "There is no folder $folder."
+[ ! -e "$folder/pyvenv.cfg" ] || [ -d "$folder/lib/python3.11/site-packages" ] || die "$folder is no virtual environment of Python 3.11, the images' version."
 kubectl apply -f - <<Y
 apiVersion: v1
 kind: PersistentVolume

@@ -1,7 +1,8 @@
-// fake-gpu FOLDER N: a device plugin that offers N devices named nvidia.com/gpu, behind which there is nothing.
+// fake-gpu FOLDER N [FILE...]: a device plugin that offers N devices named nvidia.com/gpu. Without device files there is
+// nothing behind them; with files, as /dev/nvidia0, a container that asks for a device gets all of these files.
 //
 // Covers what scheduling needs: registration with the kubelet, a list of healthy devices, and the environment variable
-// that tells a container which of them it was given. Does not cover health changes or device files.
+// that tells a container which of them it was given. Does not cover health changes, nor files that differ by device.
 package main
 
 import (
@@ -25,6 +26,7 @@ const socket = "fake-gpu.sock"
 type plugin struct {
 	api.UnimplementedDevicePluginServer
 	devices []*api.Device
+	files   []*api.DeviceSpec
 }
 
 func (plugin) GetDevicePluginOptions(context.Context, *api.Empty) (*api.DevicePluginOptions, error) {
@@ -39,17 +41,17 @@ func (p plugin) ListAndWatch(_ *api.Empty, stream api.DevicePlugin_ListAndWatchS
 	return nil
 }
 
-func (plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.AllocateResponse, error) {
+func (p plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.AllocateResponse, error) {
 	response := &api.AllocateResponse{}
 	for _, container := range request.ContainerRequests {
 		visible := strings.Join(container.DevicesIds, ",")
 		response.ContainerResponses = append(response.ContainerResponses,
-			&api.ContainerAllocateResponse{Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": visible}})
+			&api.ContainerAllocateResponse{Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": visible}, Devices: p.files})
 	}
 	return response, nil
 }
 
-func run(folder string, count int) error {
+func run(folder string, count int, files []string) error {
 	path, kubeletPath := filepath.Join(folder, socket), filepath.Join(folder, "kubelet.sock")
 	for { // a kubelet that starts empties the folder, then makes its socket
 		if _, err := os.Stat(kubeletPath); err == nil {
@@ -65,6 +67,9 @@ func run(folder string, count int) error {
 	served := plugin{}
 	for i := range count {
 		served.devices = append(served.devices, &api.Device{ID: fmt.Sprintf("GPU-fake-%d", i), Health: api.Healthy})
+	}
+	for _, file := range files {
+		served.files = append(served.files, &api.DeviceSpec{ContainerPath: file, HostPath: file, Permissions: "rw"})
 	}
 	server := grpc.NewServer()
 	api.RegisterDevicePluginServer(server, served)
@@ -98,5 +103,5 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	log.Fatal(run(os.Args[1], count)) // started again by its supervisor
+	log.Fatal(run(os.Args[1], count, os.Args[3:])) // started again by its supervisor
 }

@@ -74,5 +74,5 @@ keep proxy "$BIN/kube-proxy" --config="$CONFIG/proxy.yaml"
 keep kubelet "$BIN/kubelet" --config="$CONFIG/kubelet.yaml" --kubeconfig="$STATE/users/kubelet" \
   --root-dir=/var/lib/kubelet --hostname-override=$NODE --node-ip="$NODE_IP" --v=2
 keep volumes $(python volumes) "$STATE/volumes" $NODE
-keep fake-gpu "$(at fake-gpu)/fake-gpu" /var/lib/kubelet/device-plugins 4
+keep fake-gpu "$(at fake-gpu)/fake-gpu" /var/lib/kubelet/device-plugins "${GPUS:-4}" ${GPU_FILES:-}
 wait

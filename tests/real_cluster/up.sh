@@ -2,6 +2,8 @@
 # up.sh: builds what is missing, then starts a one-node Kubernetes with Argo Workflows in namespaces of its own.
 # Everything that it starts, mounts, links and filters lives in these namespaces; its files lie in $STATE and $CACHE.
 # Run again, it completes what is missing and says where the cluster is. CLUSTER=1 up.sh starts a second one beside it.
+# PACKED=1 up.sh builds and installs nothing: gpu_node.sh has unpacked everything. GPUS=N GPU_FILES="FILE..." up.sh: the
+# node offers N GPUs, and a container that asks for one gets these device files.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 [ "$(id -u)" = 0 ] || die "Needs root: it makes namespaces, mounts and control groups."
@@ -22,8 +24,13 @@ packages() { # none of them starts anything by itself where systemd does not run
 
 groups() { # a control group of ours in every hierarchy; on version 1 a new cpuset starts empty
   # Beside a machine's other work all pods together would weigh as one process; they are several, and so is a cluster.
-  local parent
+  local parent file
   for parent in $(awk '$3 ~ /^cgroup2?$/ { print $2 }' /proc/mounts); do
+    if [ -e "$parent/cgroup.subtree_control" ]; then # version 2, where no systemd has given controllers to groups
+      for file in $(cat "$parent/cgroup.controllers"); do
+        echo "+$file" >"$parent/cgroup.subtree_control" 2>/dev/null || true # the kubelet names those that it misses
+      done
+    fi
     mkdir -p "$parent/$CGROUP"
     [ ! -e "$parent/cpuset.mems" ] || for file in cpuset.cpus cpuset.mems; do cat "$parent/$file" >"$parent/$CGROUP/$file"; done
     [ ! -e "$parent/$CGROUP/cpu.shares" ] || echo 4096 >"$parent/$CGROUP/cpu.shares"
@@ -68,9 +75,13 @@ argo_manifests() { # rendered once: the definitions are seven megabytes, which t
   echo "$rendered"
 }
 
-packages
-"$HERE/build.sh" kubernetes etcd coredns argo helm fake-gpu
-archives=$("$HERE/images.sh")
+if [ -n "${PACKED:-}" ]; then
+  archives=$(ls "$CACHE"/images/*.tar)
+else
+  packages
+  "$HERE/build.sh" kubernetes etcd coredns argo helm fake-gpu
+  archives=$("$HERE/images.sh")
+fi
 argo=$(argo_manifests)
 if ! outer >/dev/null; then
   "$HERE/down.sh" # what an earlier one left when the machine went down under it
