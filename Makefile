@@ -77,7 +77,7 @@ DRILLS := tests/exploits/test_exploits.py tests/pipeline/test_smoke.py tests/pip
 	tests/diagnostics/test_sandbox_bench.py::test_every_format_is_measured_on_solutions_that_are_right
 
 test-drills: environment
-	$(BIN)/python -m pytest -m nightly -n $(WORKERS) --dist loadfile $(DRILLS)
+	$(BIN)/python -m pytest -m "nightly and not gpu" -n $(WORKERS) --dist loadfile $(DRILLS)
 
 lint: environment
 	$(BIN)/ruff check .

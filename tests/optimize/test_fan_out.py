@@ -186,7 +186,7 @@ def test_a_killed_player_goes_on_from_its_last_whole_turn(tmp_path: Path, cache:
     assert json.loads(there.result["verdict.json"])["mode"] == "strict"
 
 
-def test_an_player_ends_when_another_one_reaches_the_target(tmp_path: Path, cache: Path) -> None:
+def test_a_player_ends_when_another_one_reaches_the_target(tmp_path: Path, cache: Path) -> None:
     def one_of_two(request: dict[str, Any]) -> list[dict[str, Any]]:
         if request.get("seed", 0) // 100_000 == 2:
             return [[WRITE], [PROFILE]][min(turn_of(request), 1)]
@@ -241,7 +241,7 @@ def test_each_player_has_an_equal_part_of_tokens_and_money_and_all_of_the_time()
     assert (total["prompt"], total["sampled"], total["seconds"]) == (900, 30, 30.0)
 
 
-def test_what_cannot_work_is_refused_before_an_player_begins(
+def test_what_cannot_work_is_refused_before_a_player_begins(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(fan_out.SERVER_VARIABLE, "http://127.0.0.1:9/v1")

@@ -215,7 +215,7 @@ def test_a_search_that_is_stopped_goes_on_from_its_folder(seen: Seen, searching:
     assert turns == [*range(len(turns))], "no turn is played again: it went on where it was"
 
 
-def test_a_wrong_key_ends_a_search_before_an_player_begins(seen: Seen, searching: Release, tmp_path: Path) -> None:
+def test_a_wrong_key_ends_a_search_before_a_player_begins(seen: Seen, searching: Release, tmp_path: Path) -> None:
     space = searching.cluster
     space.run("patch", "secret", "models", "-p", json.dumps({"stringData": {"key": "another"}}))
     command = begun(searching, tmp_path / "out", 4)
