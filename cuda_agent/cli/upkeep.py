@@ -122,9 +122,9 @@ def gc(
     if as_json:
         print_json(found)
         return
-    for kind in ("runs", "pools", "config maps", "searches"):
+    for one, kind in (("run", "runs"), ("pool", "pools"), ("config map", "config maps"), ("search", "searches")):
         for name in found.get(kind, []):
-            print(f"{kind.removesuffix('es' if kind == 'searches' else 's')} {name}")
+            print(f"{one} {name}")
     if found["pinned"]:
         print(f"pinned, so kept: {', '.join(found['pinned'])}")
     verb = "removed" if found["removed"] else "would be removed"

@@ -20,10 +20,10 @@ from cuda_agent.cluster.submit import CONFIG_ANNOTATION, ENDED, Submission, next
 from cuda_agent.cluster.templates import PROFILE_LABEL, SEARCH_LABEL, Template
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import Rest
+from cuda_agent.pipeline.gc import YOUNG
 from cuda_agent.storage import Store
 
 EXPERIMENT, TAG = "cuda-agent-searches", "cuda-agent.search"  # in MLflow
-_YOUNG = 3600.0  # seconds in which a search is never collected
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")
 _STATES = {
     "Pending": "waits", "Running": "running", "Succeeded": "done", "Failed": "failed", "Error": "failed",
@@ -141,7 +141,7 @@ def collect(cluster: Cluster, store: Store, uri: str, days: float, dry_run: bool
     phases = {name: cells["Status"] or "Pending" for name, cells in cluster.table("Workflow", SEARCH_LABEL).items()}
     flows = cluster.metadata("Workflow", SEARCH_LABEL)
     live = {about["labels"][SEARCH_LABEL] for about in flows if phases.get(about["name"], "Pending") not in ENDED}
-    before = time.time() - max(days * 86400, _YOUNG)
+    before = time.time() - max(days * 86400, YOUNG)
     old = {}
     for search in store.folders("searches"):
         sizes = store.sizes(f"searches/{search}")
@@ -150,9 +150,10 @@ def collect(cluster: Cluster, store: Store, uri: str, days: float, dry_run: bool
     if dry_run:
         return [*old]
     try:
-        for search in old if uri != "off" else ():
+        if old and uri != "off":
             api = Rest(uri)
-            for row in api.find(api.experiments(), TAG, search):
+            experiments = api.experiments()
+            for row in (row for search in old for row in api.find(experiments, TAG, search)):
                 api.delete(row.run_id)
     except httpx.HTTPError:
         return []

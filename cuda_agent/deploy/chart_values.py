@@ -3,162 +3,31 @@
 The schema checks each value alone.  The template ``_validate.tpl`` refuses values that do not fit together."""
 
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cuda_agent.cluster.pools import POD_SECURITY
 from cuda_agent.deploy.argo import EXECUTOR_RESOURCES
-from cuda_agent.pipeline.graph import ROWS
+from cuda_agent.deploy.chart_profiles import (
+    PROFILES,
+    SMALL,
+    WORK,
+    Name,
+    Object,
+    Profile,
+    Quantity,
+    Resources,
+    ValuesGroup,
+    resources_of,
+    value,
+)
 
 CHART_VERSION = version("cuda-agent")
-Object = dict[str, Any]  # part of a Kubernetes object, passed on unchanged
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
-Name = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)?$")]
 Cidr = Annotated[str, Field(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 PortOrUrls = Annotated[int, Field(ge=0, le=65535)]  # 0: the port of an address in other values
-StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in ROWS)})$")]
-
-
-class ValuesGroup(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-def value(default: Any, description: str) -> Any:
-    """Returns a field with the description that values.yaml and the README show."""
-    return Field(default, description=description)
-
-
-class Resources(ValuesGroup):
-    requests: dict[str, Quantity | int] = value({}, "resources that a container requests, as in Kubernetes")
-    limits: dict[str, Quantity | int] = value(
-        {}, "resources that a container may use at most; `nvidia.com/gpu: 1` requests one GPU"
-    )
-
-
-class Placement(ValuesGroup):
-    """Where a pod runs, and its resources.  Fields of a stage replace those of the profile's ``defaults``."""
-
-    resources: Resources = value(Resources(), "requests and limits of the stage")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run the stage's pod")
-    tolerations: list[Object] = value([], "node taints that the pod tolerates")
-    affinity: Object = value({}, "affinity rules of the pod, as in Kubernetes")
-    deadlineSeconds: int = value(604800, "seconds that the pod may run; then it is stopped, and not retried")
-
-
-class Pool(ValuesGroup):
-    """One kind of sandbox servers of a run."""
-
-    replicas: Annotated[int, Field(ge=1, le=512)] = value(1, "number of servers")
-    resources: Resources = value(Resources(), "requests and limits of each server; must limit cpu and memory")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these servers")
-    tolerations: list[Object] = value([], "node taints that these servers tolerate")
-    affinity: Object = value({}, "affinity rules of these servers, as in Kubernetes")
-
-
-class Pools(ValuesGroup):
-    workspace: Pool = value(Pool(), "servers for the folders in which the agent works; need no GPU")
-    build: Pool = value(Pool(), "servers that compile kernels; need no GPU")
-    evaluate: Pool = value(Pool(), "servers that judge and time kernels; need GPUs if `sandbox.device=cuda`")
-
-
-class EnginePods(ValuesGroup):
-    """The vLLM servers of a run with ``policy.engine=vllm``.  Without them, each stage starts its own servers."""
-
-    replicas: Annotated[int, Field(ge=0, le=512)] = value(
-        0, "number of servers; above 0 requires `claim` and `parallelism: 1`"
-    )
-    claim: Name = value(
-        "", "name of a PersistentVolumeClaim (ReadWriteMany), through which stages pass weights to the servers"
-    )
-    resources: Resources = value(Resources(), "requests and limits of each server, which uses all GPUs of its pod")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these servers")
-    tolerations: list[Object] = value([], "node taints that these servers tolerate")
-    affinity: Object = value({}, "affinity rules of these servers, as in Kubernetes")
-    extraVolumes: list[Object] = value([], "additional volumes of these servers")
-    extraVolumeMounts: list[Object] = value([], "mounts of the additional volumes")
-
-
-class RayPods(ValuesGroup):
-    """A Ray cluster of several pods for stages with ``runtime=ray``.  Without it, Ray runs inside the stage's pod."""
-
-    enabled: bool = value(
-        False, "whether stages with `runtime=ray` get several pods; requires KubeRay 1.6 and `parallelism: 1`"
-    )
-    headResources: Resources = value(Resources(), "requests and limits of the head pod, which runs the stage's process")
-    resources: Resources = value(Resources(), "requests and limits of each other pod: rollout workers and trainers")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these other pods")
-    tolerations: list[Object] = value([], "node taints that these other pods tolerate")
-    affinity: Object = value({}, "affinity rules of these other pods, as in Kubernetes")
-
-
-class Profile(ValuesGroup):
-    """Resources and placement of a run's pods.  A user selects a profile: ``cuda-agent submit --profile NAME``."""
-
-    base: str = value(
-        "", "profile from which unset fields come; empty: none; a profile of yours without `base` is based on `cpu`"
-    )
-    device: str = value(
-        "", "name of the hardware that times are measured on; a part of cache keys; empty: the profile's name"
-    )
-    runs: Annotated[int, Field(ge=0)] = value(
-        1, "maximum number of runs of this profile that work at once; the others wait for their turn; 0: no maximum"
-    )
-    parallelism: int = value(
-        1, "maximum number of stages that run at once; must be 1 with `engine.replicas` or `ray.enabled`"
-    )
-    queue: Name = value("", "name of a Kueue LocalQueue for stages, sandboxes and engines; empty: none")
-    queuePriority: Name = value(
-        "", "name of a Kueue WorkloadPriorityClass for these pods, requires `queue`; empty: that of `priorityClass`"
-    )
-    priorityClass: str = value("", "name of the PriorityClass of all pods of a run; empty: the cluster's default")
-    defaults: Placement = value(Placement(), "resources and placement of every stage")
-    stages: dict[StageName, Placement] = value(
-        {}, "resources and placement of single stages; unset fields come from `defaults`"
-    )
-    pools: Pools = value(Pools(), "sandbox servers of a run, by role")
-    engine: EnginePods = value(EnginePods(), "vLLM servers of a run with `policy.engine=vllm`")
-    ray: RayPods = value(RayPods(), "Ray pods of a stage with `runtime=ray`")
-
-
-def _resources(least: tuple[str, str, str], most: tuple[str, str, str], **more: int) -> Resources:
-    """Returns requests (``least``) and limits (``most``), each as (processors, memory, disk).  The disk is requested,
-    too, because Kubernetes otherwise requests its whole limit."""
-    names = ("cpu", "memory", "ephemeral-storage")
-    requests, limits = (dict(zip(names, amounts, strict=True)) for amounts in (least, most))
-    return Resources(requests=requests, limits=limits | more)
-
-
-SMALL = _resources(("100m", "512Mi", "64Mi"), ("1", "1Gi", "2Gi"))
-WORK = _resources(("500m", "2Gi", "1Gi"), ("2", "8Gi", "20Gi"))
-_JUDGE = _resources(("500m", "1Gi", "512Mi"), ("2", "6Gi", "10Gi"))
-_GPU = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-_WITH_GPU = _resources(("8", "64Gi", "10Gi"), ("16", "128Gi", "500Gi"), **{"nvidia.com/gpu": 1})
-PROFILES = {
-    "cpu": Profile(
-        defaults=Placement(resources=WORK),
-        pools=Pools(workspace=Pool(resources=WORK), build=Pool(resources=WORK), evaluate=Pool(resources=_JUDGE)),
-        engine=EnginePods(resources=WORK),
-        ray=RayPods(headResources=WORK, resources=WORK),
-    ),
-    "gpu": Profile(
-        parallelism=4,
-        defaults=Placement(resources=_WITH_GPU, tolerations=_GPU),
-        stages={"synthesis": Placement(resources=WORK), "report": Placement(resources=WORK)},
-        pools=Pools(
-            workspace=Pool(replicas=2, resources=WORK),
-            build=Pool(replicas=2, resources=WORK),
-            evaluate=Pool(replicas=2, resources=_WITH_GPU, tolerations=_GPU),
-        ),
-        engine=EnginePods(resources=_WITH_GPU, tolerations=_GPU),
-        ray=RayPods(headResources=WORK, resources=_WITH_GPU, tolerations=_GPU),
-    ),
-}
-
-
-# the values of a release ----------------------------------------------------------------------------------------------
 
 
 class Image(ValuesGroup):
@@ -262,7 +131,7 @@ class Search(ValuesGroup):
     )
     existingSecret: Name = value("", "name of a secret with key `key`, the server's API key; empty: it needs none")
     resources: Resources = value(
-        _resources(("100m", "256Mi", "64Mi"), ("1", "2Gi", "2Gi")), "requests and limits of each pod of a search"
+        resources_of(("100m", "256Mi", "64Mi"), ("1", "2Gi", "2Gi")), "requests and limits of each pod of a search"
     )
 
 

@@ -21,13 +21,14 @@ from typing import Any
 from cuda_agent.agent.progress import NO_TARGET, Event, Find, Goal, State, Transcript, read_events
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import ConfigError
-from cuda_agent.optimize.archive import beside, choose
+from cuda_agent.optimize.archive import beside
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder
 from cuda_agent.optimize.search import (
     SearchOutcome,
     baselines_text,
     check_order,
+    choose_start,
     confirm,
     look_at,
     served,
@@ -152,11 +153,7 @@ async def play_player(step: Step, player: int) -> str:
                     if order.search and not attempt.state.messages:
                         if why and (lacking := attempt.lacking):
                             return lacking
-                        finds = [*archive.findings.by_digest.values()]
-                        first = beside(order.attempts, False)
-                        choice = choose(finds, archive.starts(number), first, order.terms.seed, archive.busy(number))
-                        if choice:
-                            attempt.start_from(choice)
+                        choose_start(attempt, order.attempts, archive.starts(number), archive.busy(number))
                     why = await attempt.run()
                 finally:
                     close()

@@ -233,7 +233,8 @@ async def run_attempts(
                         why = lacking
                         waiting.clear()
                         break
-                    _choose_parent(attempt, attempts, findings, {one.number for one in running.values()})
+                    starts = [one.state.parent for one in attempts[: attempt.number - 1]]
+                    choose_start(attempt, len(attempts), starts, {one.number for one in running.values()})
                 running[asyncio.create_task(attempt.run())] = attempt
             if not running:
                 return why
@@ -255,11 +256,11 @@ async def run_attempts(
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
-def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, busy: Collection[int]) -> None:
-    """Lets ``attempt`` start from a solution of an earlier attempt, if ``archive.choose`` finds one.  ``busy`` holds
-    the numbers of the attempts that are under way."""
-    finds, starts = [*findings.by_digest.values()], [one.state.parent for one in attempts[: attempt.number - 1]]
-    if parent := choose(finds, starts, beside(len(attempts), False), attempt.terms.seed, busy):
+def choose_start(attempt: Attempt, attempts: int, starts: Sequence[str], busy: Collection[int]) -> None:
+    """Lets ``attempt``, one of ``attempts``, start from a solution of an earlier attempt, if ``archive.choose`` finds
+    one.  ``starts`` and ``busy`` are those of ``archive.choose``."""
+    finds, first = [*attempt.findings.by_digest.values()], beside(attempts, False)
+    if parent := choose(finds, starts, first, attempt.terms.seed, busy):
         attempt.start_from(parent)
 
 

@@ -111,28 +111,10 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     agent restores the best solution. If the last design is correct but slower than the best one, the agent restores
     the best solution with probability ``RESTORED``."""
     worked = solve(task, rng, device)
-    mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
-    written = _stripped(mistake.files if mistake else worked.files)
-    dialogue = agent_messages(task, "compact")
-    calls = _writes(written)
-    if mistake is not None:
-        verdict = _verdict(device, mistake.status, mistake.message)
-        dialogue += _spoilt(_turn(calls, "verify", verdict))
-        tried = [written]
-        for _ in range(REFUSED - 1):
-            if mistake.status != "wrong" or rng.random() >= REDRAWN:
-                break
-            other = redesign(task, worked, rng)
-            code = other.files[mistake.path]
-            if other.status != "ok" or code.count(mistake.right) != 1 or mistake.wrong in code:
-                break
-            rewritten = _stripped(other.files | {mistake.path: code.replace(mistake.right, mistake.wrong)})
-            if rewritten in tried:
-                break
-            dialogue += _spoilt(_turn(_changes(written, rewritten), "verify", verdict))
-            worked, written = other, rewritten
-            tried.append(written)
-        calls = [_call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right)]
+    dialogue, calls = agent_messages(task, "compact"), _writes(_stripped(worked.files))
+    if repair and worked.status == "ok":
+        turns, worked, calls = _mistaken(task, worked, rng)
+        dialogue += turns
     dialogue += _turn(calls, "verify", _judged(worked))
     shown = 1  # solutions that the judge refuses
     while worked.status != "ok":
@@ -142,6 +124,29 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
         worked, calls = _rewritten(worked, other)
         dialogue += _turn(calls, "verify", _judged(worked))
     return [*dialogue, *_profiled(task, worked, rng, rng.randint(1, designs)), _says("done")]
+
+
+def _mistaken(task: Task, worked: Worked, rng: random.Random) -> tuple[Dialogue, Worked, list[dict[str, Any]]]:
+    """Returns the turns in which the agent verifies ``worked`` with a mistake, and may then verify other designs with
+    the same mistake. Also returns the last design without the mistake, and the call that repairs it."""
+    mistake = spoil(task, worked, rng)
+    verdict = _verdict(worked.device, mistake.status, mistake.message)
+    tried = [_stripped(mistake.files)]
+    dialogue = _spoilt(_turn(_writes(tried[0]), "verify", verdict))
+    for _ in range(REFUSED - 1):
+        if mistake.status != "wrong" or rng.random() >= REDRAWN:
+            break
+        other = redesign(task, worked, rng)
+        code = other.files[mistake.path]
+        if other.status != "ok" or code.count(mistake.right) != 1 or mistake.wrong in code:
+            break
+        rewritten = _stripped(other.files | {mistake.path: code.replace(mistake.right, mistake.wrong)})
+        if rewritten in tried:
+            break
+        dialogue += _spoilt(_turn(_changes(tried[-1], rewritten), "verify", verdict))
+        worked = other
+        tried.append(rewritten)
+    return dialogue, worked, [_call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right)]
 
 
 def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:

@@ -18,28 +18,9 @@ from cuda_agent.policy.model import new_policy, train_tokenizer
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.tasks.io import task_from_file
 from cuda_agent.tasks.task import Task
+from tests.optimize.problem import KERNEL, MODEL
 
 ROOT = Path(__file__).parents[3]
-MODEL = """import torch
-
-
-class Model(torch.nn.Module):
-    def forward(self, x):
-        return torch.sqrt(torch.abs(x)) + 1
-
-
-def get_inputs():
-    return [torch.randn(64, 256)]
-
-
-def get_init_inputs():
-    return []
-"""
-KERNEL = """#include <cmath>
-void fused(long block, long grid, const float* x, float* y, long n) {
-  for (long i = n * block / grid; i < n * (block + 1) / grid; i++) y[i] = std::sqrt(std::fabs(x[i])) + 1.0f;
-}
-"""
 
 
 @pytest.fixture(scope="module")
