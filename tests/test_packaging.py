@@ -113,6 +113,23 @@ def test_the_lock_is_complete_and_consistent(python):
                 )
 
 
+@pytest.mark.parametrize(("name", "more"), [("environment", set()), ("mlflow", {"psycopg2-binary"}), ("ray", None)])
+def test_an_images_lock_has_the_versions_of_the_lock_and_hashes(name, more):
+    """``more`` are the packages that the project itself does not need; None: not compared."""
+    text = (ROOT / "images" / f"{name}.lock").read_text()
+    found = {}
+    for entry in text.replace(" \\\n", "").splitlines():
+        known = re.fullmatch(r"([\w.-]+)==([\w.!+]+)(?: +--hash=sha256:[0-9a-f]{64})+", entry)
+        package, version = known.groups()  # type: ignore[union-attr]
+        found[canonical(package)] = version
+    pinned = {canonical(package): version for package, version in PINS.items()}
+    assert {package: found[package] for package in found.keys() & pinned.keys()}.items() <= pinned.items()
+    if more is not None:
+        assert found.keys() - pinned.keys() == more
+    if name == "environment":
+        assert found.keys() == pinned.keys()
+
+
 def test_the_lock_names_no_host_and_no_path():
     for line in filter(None, LOCK):
         assert re.fullmatch(r'[\w.-]+==[\w.!+]+( ; sys_platform == "linux")?', line), line

@@ -47,7 +47,7 @@ def engine_objects() -> list[dict[str, Any]]:
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        [{"name": "memory", "mountPath": "/dev/shm"}, {"name": "weights", "mountPath": FOLDER, "readOnly": True}],
+        [pools.SHARED_MEMORY_MOUNT, {"name": "weights", "mountPath": FOLDER, "readOnly": True}],
         command=["python3", "-P", "-m", "cuda_agent.policy.engines.vllm_pool"],
         args=[],
         # No liveness probe: a replica answers only after the run's first policy, and exits on a failure.
@@ -55,7 +55,7 @@ def engine_objects() -> list[dict[str, Any]]:
     )
     pod = pools.pod_spec(
         "sandbox", 30, container,
-        memory={"emptyDir": {"medium": "Memory"}},
+        **pools.SHARED_MEMORY,
         weights={"persistentVolumeClaim": {"claimName": "", "readOnly": True}},
     )  # fmt: skip
     replicas = pools.servers("engine", "engine", {COMPONENT_LABEL: "engine"}, ENGINE_PORT, pod)

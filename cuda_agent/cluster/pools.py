@@ -41,6 +41,10 @@ POD_SECURITY: dict[str, Any] = {
     **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), 65532),
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+# Processes share tensors by /dev/shm: Ray, vLLM and several trainers.  Container runtimes give it 64 MiB.  This volume
+# may take as much as the pod's memory limit, and counts as memory of the pod.
+SHARED_MEMORY_MOUNT = {"name": "memory", "mountPath": "/dev/shm"}
+SHARED_MEMORY: dict[str, Any] = {"memory": {"emptyDir": {"medium": "Memory"}}}
 HOME: dict[str, Any] = {"HOME": "/scratch", "CUDA_AGENT_HOME": "/scratch/home"}  # the folder that a pod may write to
 
 

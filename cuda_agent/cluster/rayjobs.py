@@ -102,11 +102,13 @@ def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
     made = pools.container(
         "cuda-agent-ray",
         pools.HOME | {"CUDA_AGENT_RAY_ADDRESS": "auto", "RAY_USAGE_STATS_ENABLED": "0"},
+        [pools.SHARED_MEMORY_MOUNT],
         name="ray",
         readinessProbe=probe | {"failureThreshold": 12},
         livenessProbe=probe | {"failureThreshold": 60, "initialDelaySeconds": 60},
     )
-    return {"metadata": {"labels": labels}, "spec": pools.pod_spec("stage", grace, made) | {"restartPolicy": "Never"}}
+    pod = pools.pod_spec("stage", grace, made, **pools.SHARED_MEMORY)
+    return {"metadata": {"labels": labels}, "spec": pod | {"restartPolicy": "Never"}}
 
 
 def objects(

@@ -166,6 +166,7 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
         "initContainers": [{"name": "init", **executor}],
         "containers": [{"name": "wait", **executor}],
     }
+    defaults = pools.container(NAME, pools.HOME, [pools.SHARED_MEMORY_MOUNT], command=pools.COMMAND)
     spec = {
         "entrypoint": templates[0]["name"],
         "activeDeadlineSeconds": 14 * DAY,
@@ -177,10 +178,10 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
         "automountServiceAccountToken": False,
         "executor": {"serviceAccountName": f"{NAME}-executor"},
         "securityContext": pools.POD_SECURITY,
-        "volumes": pools.pod_volumes(),
+        "volumes": pools.pod_volumes(**pools.SHARED_MEMORY),
         # What all pods have in common stands once: Argo copies the templates into each Workflow, twice.
         "podSpecPatch": json.dumps(patch, sort_keys=True),
-        "templateDefaults": {"container": pools.container(NAME, pools.HOME, command=pools.COMMAND)},
+        "templateDefaults": {"container": defaults},
         "templates": templates,
     }
     return _typed(models.WorkflowTemplate, "WorkflowTemplate", name, spec | more)

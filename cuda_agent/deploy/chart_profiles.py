@@ -30,24 +30,30 @@ class Resources(ValuesGroup):
     )
 
 
-class Placement(ValuesGroup):
-    """Where a pod runs, and its resources.  Fields of a stage replace those of the profile's ``defaults``."""
+class Place(ValuesGroup):
+    """Where some pods of a run may run.  An empty field takes the chart's value of the same name, if there is one."""
+
+    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these pods")
+    tolerations: list[Object] = value([], "node taints that these pods tolerate")
+    affinity: Object = value({}, "affinity rules of these pods, as in Kubernetes")
+    runtimeClassName: Name = value(
+        "",
+        "RuntimeClass of these pods, such as `nvidia` where the default runtime knows no GPUs; empty: the default",
+    )
+
+
+class Placement(Place):
+    """Place and resources of a stage's pod.  Fields of a stage replace those of the profile's ``defaults``."""
 
     resources: Resources = value(Resources(), "requests and limits of the stage")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run the stage's pod")
-    tolerations: list[Object] = value([], "node taints that the pod tolerates")
-    affinity: Object = value({}, "affinity rules of the pod, as in Kubernetes")
     deadlineSeconds: int = value(604800, "seconds that the pod may run; then it is stopped, and not retried")
 
 
-class Pool(ValuesGroup):
-    """One kind of sandbox servers of a run."""
+class Pool(Place):
+    """One kind of sandbox servers of a run.  ``sandbox.runtimeClassName`` stands for an empty ``runtimeClassName``."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] = value(1, "number of servers")
     resources: Resources = value(Resources(), "requests and limits of each server; must limit cpu and memory")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these servers")
-    tolerations: list[Object] = value([], "node taints that these servers tolerate")
-    affinity: Object = value({}, "affinity rules of these servers, as in Kubernetes")
 
 
 class Pools(ValuesGroup):
@@ -56,7 +62,7 @@ class Pools(ValuesGroup):
     evaluate: Pool = value(Pool(), "servers that judge and time kernels; need GPUs if `sandbox.device=cuda`")
 
 
-class EnginePods(ValuesGroup):
+class EnginePods(Place):
     """The vLLM servers of a run with ``policy.engine=vllm``.  Without them, each stage starts its own servers."""
 
     replicas: Annotated[int, Field(ge=0, le=512)] = value(
@@ -66,24 +72,19 @@ class EnginePods(ValuesGroup):
         "", "name of a PersistentVolumeClaim (ReadWriteMany), through which stages pass weights to the servers"
     )
     resources: Resources = value(Resources(), "requests and limits of each server, which uses all GPUs of its pod")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these servers")
-    tolerations: list[Object] = value([], "node taints that these servers tolerate")
-    affinity: Object = value({}, "affinity rules of these servers, as in Kubernetes")
     extraVolumes: list[Object] = value([], "additional volumes of these servers")
     extraVolumeMounts: list[Object] = value([], "mounts of the additional volumes")
 
 
-class RayPods(ValuesGroup):
-    """A Ray cluster of several pods for stages with ``runtime=ray``.  Without it, Ray runs inside the stage's pod."""
+class RayPods(Place):
+    """A Ray cluster of several pods for stages with ``runtime=ray``.  Without it, Ray runs inside the stage's pod.  The
+    nodes are those of all pods but the head."""
 
     enabled: bool = value(
         False, "whether stages with `runtime=ray` get several pods; requires KubeRay 1.6 and `parallelism: 1`"
     )
     headResources: Resources = value(Resources(), "requests and limits of the head pod, which runs the stage's process")
     resources: Resources = value(Resources(), "requests and limits of each other pod: rollout workers and trainers")
-    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these other pods")
-    tolerations: list[Object] = value([], "node taints that these other pods tolerate")
-    affinity: Object = value({}, "affinity rules of these other pods, as in Kubernetes")
 
 
 class Profile(ValuesGroup):

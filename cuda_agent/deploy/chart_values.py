@@ -112,6 +112,11 @@ class SandboxValues(ValuesGroup):
     runtimeClassName: Name = value(
         "", "RuntimeClass of sandbox servers, such as gVisor's or Kata's; empty: the nodes' default"
     )
+    userNamespace: bool = value(
+        False,
+        "whether sandbox servers run in a user namespace (`hostUsers: false`); needs Kubernetes 1.33, and a container "
+        "runtime and file systems that support it",
+    )
     extraVolumes: list[Object] = value([], "additional volumes of sandbox servers")
     extraVolumeMounts: list[Object] = value([], "mounts of the additional volumes")
     recycleAfter: Annotated[int, Field(ge=0)] = value(
@@ -235,6 +240,11 @@ class Mlflow(ValuesGroup):
         "empty: SQLite",
     )
     backendSecret: Name = value("", "name of a secret with key `password`, required with `backendUri`")
+    artifacts: Annotated[str, Field(pattern=r"^(s3://[^/?#@]+(/.*)?)?$")] = value(
+        "",
+        "bucket and prefix for logs and reports, as in s3://cuda-agent/mlflow, on the server and with the keys of "
+        "`store`; empty: the volume",
+    )
     allowedHosts: list[str] = value([], "additional host names under which MLflow accepts requests")
     ingress: Ingress = value(Ingress(), "Ingress of MLflow")
     persistence: Persistence = value(Persistence(size="20Gi"), "volume of MLflow")
@@ -327,6 +337,9 @@ class Values(ValuesGroup):
         1,
         "how many servers of all runs (sandboxes, engines) may be evicted at once, as when nodes are drained",
     )
+    nodeSelector: dict[str, str] = value({}, "labels of the nodes of all pods for which a profile names none")
+    tolerations: list[Object] = value([], "node taints that all pods tolerate for which a profile names none")
+    affinity: Object = value({}, "affinity rules of all pods for which a profile names none")
     podSecurityContext: Object = value(POD_SECURITY, "security context of all pods")
     dnsPolicy: Literal["ClusterFirst", "Default", "None"] = value("ClusterFirst", "DNS policy of all pods of a run")
     access: Access = value(Access(), "rights of users and service accounts")

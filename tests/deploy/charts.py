@@ -109,6 +109,20 @@ def steps(made: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def pools(items: list[dict[str, Any]], profile: str = "cpu") -> list[dict[str, Any]]:
+    """Returns the objects that prepare would make with this profile."""
+    (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
+    env = steps(made)["prepare"]["container"]["env"]
+    return json.loads(next(item["value"] for item in env if item["name"] == "CUDA_AGENT_POOLS"))
+
+
+def engines(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the objects that prepare would make for a run with vLLM of the profile ``cpu``, if it has engines."""
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    env = {item["name"]: item.get("value") for item in steps(made)["prepare"]["container"]["env"]}
+    return json.loads(env.get("CUDA_AGENT_ENGINE", "[]"))
+
+
 def argocheck(items: list[dict[str, Any]]) -> list[str]:
     """Returns the errors that Argo's own validation finds in Argo's objects."""
     done = subprocess.run([str(ARGO)], input=json.dumps(items), capture_output=True, text=True, timeout=60)

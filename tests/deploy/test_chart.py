@@ -26,6 +26,7 @@ from tests.deploy.charts import (
     KUBERNETES,
     WITH_OTHERS,
     argocheck,
+    engines,
     flat,
     helm,
     merged,
@@ -33,6 +34,7 @@ from tests.deploy.charts import (
     needs_helm,
     objects,
     of_kind,
+    pools,
     refusal,
     steps,
     template,
@@ -44,20 +46,6 @@ ARGO_KINDS = ("WorkflowTemplate", "CronWorkflow")
 OPERATORS_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
 PROFILES = ("cpu", "gpu", "search-cpu", "search-gpu")  # their templates: for runs and for searches
 LEAVES = {path: (default, info) for path, default, info in chart.leaves()}
-
-
-def pools(items: list[dict[str, Any]], profile: str = "cpu") -> list[dict[str, Any]]:
-    """The objects that prepare would make with this profile."""
-    (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
-    env = steps(made)["prepare"]["container"]["env"]
-    return json.loads(next(item["value"] for item in env if item["name"] == "CUDA_AGENT_POOLS"))
-
-
-def engines(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The objects that prepare would make for a run with vLLM with the profile `cpu`, where the values have any."""
-    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
-    env = {item["name"]: item.get("value") for item in steps(made)["prepare"]["container"]["env"]}
-    return json.loads(env.get("CUDA_AGENT_ENGINE", "[]"))
 
 
 def pod_templates(items: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
@@ -475,6 +463,7 @@ def test_the_agent_of_pod_identity_is_the_only_address_more():
 
 
 @needs_helm
+@needs_argo
 def test_an_authority_of_ones_own_is_trusted_by_stages_and_by_argo():
     items = template(merged(WITH_OTHERS, {"privateCa": {"existingSecret": "ca"}}))
     (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
@@ -510,6 +499,7 @@ def test_runs_may_connect_to_the_port_of_an_address(values, port):
 
 
 @needs_helm
+@needs_argo
 def test_a_profile_takes_what_it_does_not_set_from_its_base():
     own = {"base": "gpu", "device": "H200", "parallelism": 1, "pools": {"evaluate": {"replicas": 8}}}
     own |= {"stages": {"agentic": {"nodeSelector": {"gpu": "h200"}}}}

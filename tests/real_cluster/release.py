@@ -47,7 +47,7 @@ def values() -> dict[str, Any]:
     return {
         "images": {"registry": "localhost"},
         "minio": server,
-        "mlflow": server,
+        "mlflow": server | {"artifacts": "s3://cuda-agent/mlflow"},
         "networkPolicy": {"apiServerCidrs": [f"{setting('NODE_IP')}/32"]},
         "profiles": profiles,
         "workflow": {"smallResources": _size("1Gi"), "retryAfter": "2s"},

@@ -114,17 +114,12 @@ off
 {{- end -}}
 {{- end -}}
 
-{{/* Environment of every pod of ours: the store, MLflow, and what the values add. A JSON list. */}}
-{{- define "cuda-agent.environment" -}}
+{{/* How a container reaches the store's server: its region, keys or role, and endpoint, as variables that AWS's libraries
+read. A JSON list. */}}
+{{- define "cuda-agent.store-environment" -}}
 {{- $secret := include "cuda-agent.store-secret" . -}}
-{{- $prefix := .Values.store.prefix | trimAll "/" -}}
-{{- $identity := include "cuda-agent.store-identity" . -}}
-{{- $uri := printf "s3://%s%s" .Values.store.bucket (ternary "" (printf "/%s" $prefix) (empty $prefix)) -}}
-{{- $environment := list
-  (dict "name" "CUDA_AGENT_STORE" "value" $uri)
-  (dict "name" "CUDA_AGENT_MLFLOW" "value" (include "cuda-agent.tracking-uri" .))
-  (dict "name" "AWS_REGION" "value" .Values.store.region) -}}
-{{- if not $identity -}}
+{{- $environment := list (dict "name" "AWS_REGION" "value" .Values.store.region) -}}
+{{- if not (include "cuda-agent.store-identity" .) -}}
 {{- $environment = concat $environment (list
   (dict "name" "AWS_ACCESS_KEY_ID" "valueFrom" (dict "secretKeyRef" (dict "name" $secret "key" "accesskey")))
   (dict "name" "AWS_SECRET_ACCESS_KEY" "valueFrom" (dict "secretKeyRef" (dict "name" $secret "key" "secretkey")))) -}}
@@ -133,6 +128,16 @@ off
 {{- with include "cuda-agent.store-endpoint" . -}}
 {{- $environment = append $environment (dict "name" "AWS_ENDPOINT_URL" "value" .) -}}
 {{- end -}}
+{{- $environment | toJson -}}
+{{- end -}}
+
+{{/* Environment of every pod of ours: the store, MLflow, and what the values add. A JSON list. */}}
+{{- define "cuda-agent.environment" -}}
+{{- $prefix := .Values.store.prefix | trimAll "/" -}}
+{{- $uri := printf "s3://%s%s" .Values.store.bucket (ternary "" (printf "/%s" $prefix) (empty $prefix)) -}}
+{{- $environment := concat (include "cuda-agent.store-environment" . | fromJsonArray) (list
+  (dict "name" "CUDA_AGENT_STORE" "value" $uri)
+  (dict "name" "CUDA_AGENT_MLFLOW" "value" (include "cuda-agent.tracking-uri" .))) -}}
 {{- if .Values.privateCa.existingSecret -}}
 {{- $environment = append $environment (dict "name" "CUDA_AGENT_CA_FILE" "value" "/etc/cuda-agent/ca/ca.crt") -}}
 {{- end -}}
@@ -177,6 +182,15 @@ off
 {{- $mounts = append $mounts (dict "name" "private-ca" "mountPath" "/etc/cuda-agent/ca" "readOnly" true) -}}
 {{- end -}}
 {{- $mounts | toJson -}}
+{{- end -}}
+
+{{/* Puts the place of a pod into its spec: call with a list of root, the spec, and the values that name the place. Where
+these are empty, the release's own values count. */}}
+{{- define "cuda-agent.place" -}}
+{{- $root := index . 0 -}}{{- $pod := index . 1 -}}{{- $place := index . 2 -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "runtimeClassName" -}}
+{{- with get $place $key | default (get $root.Values $key) -}}{{- $_ := set $pod $key . -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* A container's resources, and what its pod needs for its GPUs, as JSON. With gpu.allocation=dra, a claim takes the
