@@ -123,6 +123,11 @@ class Synthesis(Section):
         "times the designs, which needs sandbox.device=cuda; 0: no sweep",
         ge=0,
     )
+    tasks: str | None = key(
+        None,
+        "task set in place of new tasks: one that `tasks import` wrote, CUDA-Agent-Ops-6K, or that of a finished run; "
+        "train, heldout + catalogue limit its tasks, and all filters hold",
+    )
     max_similarity: Share = key(0.9, "a task that is more similar to a task of the evaluation set is dropped; 1: equal")
     evaluation_set: str | None = key(
         None, "task set that no task may resemble (max_similarity), such as a KernelBench folder"

@@ -30,8 +30,10 @@ from cuda_agent.config import Config
 from cuda_agent.pipeline.closure import code_version, device_name, environment_digest
 from cuda_agent.pipeline.graph import GRAPH_FILE, STAGES_INPUT, Stage, ancestors
 from cuda_agent.pipeline.locks import using
-from cuda_agent.storage import Store, json_sha256
+from cuda_agent.storage import Store, file_sha256, json_sha256
 from cuda_agent.tracking import read_metrics, write_metrics
+
+TASK_FILES = (".parquet", ".jsonl", ".py")  # what task sets consist of
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,21 @@ class Identity:
 def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
     """Returns the facts that decide the cache key of ``stage``.  ``inputs`` are the stage's inputs: name -> digest."""
     values, device = section_values(config, stage.config), _device(stage, config) if stage.timing else None
+    if "synthesis" in stage.config and (sets := _task_sets(config)):
+        values["task_sets"] = sets
     return Identity(stage.name, code_version(stage.module), environment_digest(), values, inputs, device)
+
+
+def _task_sets(config: Config) -> dict[str, dict[str, str]]:
+    """Returns the sha256 of each file of the task sets that ``config`` names: key -> name of a file -> sha256."""
+    named = {"tasks": config.synthesis.tasks, "evaluation_set": config.synthesis.evaluation_set}
+    found = {}
+    for key, place in named.items():
+        if place:
+            path = Path(place)
+            files = [path] if path.is_file() else [file for kind in TASK_FILES for file in path.rglob(f"*{kind}")]
+            found[key] = {file.relative_to(path).as_posix(): file_sha256(file) for file in files if file.is_file()}
+    return found
 
 
 def identity_of(

@@ -76,6 +76,9 @@ async def _run(ctx: StageContext) -> None:
         raise BadConfiguration(f"No task passed the filters of synthesis. What they refused: {card['yield']}")
     for kind, missing in card["short"].items():
         ctx.tracker.note(f"synthesis is {missing} short of {kind} tasks: candidates or compilations ran out")
+    if left_out := card["left_out"]:
+        limits = "synthesis.train, and heldout and catalogue together, limit their number"
+        ctx.tracker.note(f"{left_out} tasks of synthesis.tasks are left out: {limits}")
     if surprises := card["surprises"]:
         ctx.tracker.note(f"{len(surprises)} designs failed in a sweep, but should be right; first {surprises[0]}")
     folder = ctx.outputs["tasks"]

@@ -11,13 +11,14 @@ The random generator of candidate number i of a family is seeded with (seed, fam
 and results of the sandbox therefore give equal tasks, unless a language model writes the candidates.
 
 The sandbox probes candidates (runs them without a solution). Candidates are accepted in the order of their numbers.
-To save time, several later candidates are probed in advance, at the same time."""
+To save time, several later candidates are probed in advance, at the same time.
+
+If ``synthesis.tasks`` names a task set, its tasks are the candidates, and go through the same filters."""
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -42,89 +43,17 @@ from cuda_agent.synthesis.filters import (
 )
 from cuda_agent.synthesis.layers import LAYERS
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
-from cuda_agent.synthesis.teacher.family import combination, ending, is_heldout, ops_combination, sample_task
+from cuda_agent.synthesis.stream import FamilyWriter, Stream
+from cuda_agent.synthesis.teacher.family import combination, ending, ops_combination
 from cuda_agent.synthesis.teacher.optimum import DesignSearch, Optimum, Swept, optimum_from_json, swept_from_json
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
-ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
-MOST_FAILED = 24  # refused candidates of a kind: then a set may have it in held-out tasks only
 MOST_LOST = 5  # candidates in a row on which the sandbox fails: then the sandbox is at fault, not a task
 WINDOW = 600  # candidates that ``look_ahead`` searches for those to probe
 AHEAD = {"cpu": 3, "cuda": 24}  # candidates probed before their turn; with 12, the probers of a GPU were half idle
-
-
-@dataclass
-class Stream:
-    """The progress of synthesis for one family of tasks: the composer (the writer of candidates), the accepted tasks,
-    and the counts of refused candidates."""
-
-    family: str
-    composer: Composer  # makes the candidates
-    combination: Callable[[Task], str]  # returns a task's combination of operators
-    wanted: dict[str, int]  # split -> number of tasks
-    kind: Callable[[Task], str] = lambda task: ""  # returns a task's kind; those of held-out tasks are trained
-    tasks: list[Task] = field(default_factory=list)  # accepted so far
-    heldout: set[str] = field(default_factory=set)  # combinations of the held-out tasks
-    refused: Counter[str] = field(default_factory=Counter)  # filter -> number of candidates that it refused
-    reasons: Counter[str] = field(default_factory=Counter)  # reason -> number of refused candidates
-    kinds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # split -> kind -> tasks
-    failed: Counter[str] = field(default_factory=Counter)  # kind -> number of refused candidates
-
-    def made(self, split: str) -> int:
-        return self.kinds[split].total()
-
-    def wants(self, split: str) -> bool:
-        return self.made(split) < self.wanted[split]
-
-    def accept(self, task: Task, split: str) -> None:
-        self.tasks.append(replace(task, family=self.family, split=split))
-        self.kinds[split][self.kind(task)] += 1
-        if split == "heldout":
-            self.heldout.add(self.combination(task))
-
-    def untrained(self) -> set[str]:
-        """Returns the kinds of held-out tasks that no training task has."""
-        return self.kinds["heldout"].keys() - self.kinds["train"].keys()
-
-    def leaves_room(self, task: Task, split: str) -> bool:
-        """Returns whether ``task`` for ``split`` leaves enough open training places: one, or two where training tasks
-        abound, for each kind of held-out tasks, less the training tasks of this kind."""
-        kind, places = self.kind(task), self.wanted["train"] - self.made("train")
-        most = 2 if self.wanted["train"] >= 2 * self.wanted["heldout"] else 1
-        kinds = {one for one in self.kinds["heldout"] if self.failed[one] < MOST_FAILED}
-        missing = {one: max(0, most - self.kinds["train"][one]) for one in kinds}
-        if split == "train":
-            missing[kind], places = max(0, missing.get(kind, 0) - 1), places - 1
-        else:
-            missing[kind] = max(0, most - self.kinds["train"][kind])
-        return not self.wanted["train"] or sum(missing.values()) <= places
-
-    @property
-    def attempts(self) -> int:
-        """The most candidates that are proposed."""
-        return ATTEMPTS_A_TASK * sum(self.wanted.values())
-
-    @property
-    def done(self) -> bool:
-        return not any(self.wants(split) for split in self.wanted)
-
-    def rate(self, kind: str) -> float:
-        """The estimated share of the candidates of ``kind`` that pass all filters. Before the first one, it is 1."""
-        passed = sum(counts[kind] for counts in self.kinds.values())
-        return (passed + 1) / (passed + self.failed[kind] + 1)
-
-
-class FamilyWriter:
-    repeatable = True
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-
-    async def compose(self, rng: Random) -> Task:
-        return sample_task(rng, self._device)
 
 
 async def synthesize(
@@ -140,9 +69,9 @@ async def synthesize(
     composer: Composer | None = None,
     sweep: DesignSearch | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks. Returns the tasks (training tasks
-    first) and the data card, a summary as JSON. If a limit of candidates or probes is reached, makes fewer tasks.
-    The card's entry "short" then says how many tasks of each group are missing.
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, or takes them from ``config.tasks``.
+    Returns the tasks (training tasks first) and the data card, a summary as JSON. If a limit of candidates or probes is
+    reached, makes fewer tasks. The card's entry "short" then says how many tasks of each group are missing.
 
     Args:
         threads: Number of CPU threads of the sandbox. The writer of catalogue tasks uses it to predict eager times.
@@ -157,23 +86,29 @@ async def synthesize(
             and "headroom" pass every task.
 
     Raises:
-        TaskError: The evaluation set cannot be read.
+        TaskError: The evaluation set or the given task set cannot be read.
         ServedModelError: The server of the language model that writes tasks does not answer.
         TryAgain: The sandbox failed on several candidates in a row."""
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
     source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
-    from_catalogue = round(config.train * config.catalogue_share)
-    family = {"train": config.train - from_catalogue, "heldout": config.heldout}
-    whole = {"train": from_catalogue, "heldout": config.catalogue}
-    composer = composer or make_composer(config, window, device, threads)
-    streams = [
-        Stream("teacher", FamilyWriter(device), combination, family, ending),
-        Stream("catalogue", composer, ops_combination, whole),
-    ]
-    work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
-    work.sweep, work.ahead = sweep, AHEAD[device]
     total = config.train + config.heldout + config.catalogue
+    given = read_any(Path(config.tasks)) if config.tasks else []
+    work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
+    work.sweep, work.ahead, work.most = sweep, AHEAD[device], config.max_candidates
+    if given:
+        wanted = {"train": config.train, "heldout": config.heldout + config.catalogue}
+        streams, work.most = [Stream("given", None, ops_combination, wanted, given=given)], len(given)
+        total = min(total, len(given))
+    else:
+        from_catalogue = round(config.train * config.catalogue_share)
+        family = {"train": config.train - from_catalogue, "heldout": config.heldout}
+        whole = {"train": from_catalogue, "heldout": config.catalogue}
+        composer = composer or make_composer(config, window, device, threads)
+        streams = [
+            Stream("teacher", FamilyWriter(device), combination, family, ending),
+            Stream("catalogue", composer, ops_combination, whole),
+        ]
 
     try:
         for stream in streams:
@@ -193,7 +128,8 @@ async def synthesize(
     facts = {
         "seed": seed,
         "device": device,
-        "writer": config.writer,
+        "writer": "given" if given else config.writer,
+        "left_out": max(0, len(given) - len(made) - sum(streams[0].refused.values())),
         "operators": len(CATALOGUE),
         "layers": len(LAYERS),
         "yield": {stream.family: yields(stream.refused, len(stream.tasks)) for stream in streams},
@@ -253,6 +189,7 @@ class _Work:
     eager: int = 0  # number of eager probes
     compiled: int = 0  # number of compiled probes
     lost: int = 0  # candidates on which the sandbox failed since the last successful sweep or compiled probe
+    most: int = 0  # compiled probes
     ahead: int = AHEAD["cpu"]
     sweep: DesignSearch | None = None
     surprises: list[str] = field(default_factory=list)  # of all sweeps and of the judge, with the task's name
@@ -262,8 +199,7 @@ class _Work:
 
     @property
     def spent(self) -> bool:
-        most = self.config.max_candidates
-        return self.compiled >= most or self.eager >= PROBES_A_COMPILE * most
+        return self.compiled >= self.most or self.eager >= PROBES_A_COMPILE * self.most
 
     async def consider(self, stream: Stream, index: int) -> None:
         try:
@@ -308,7 +244,7 @@ class _Work:
         """Starts probes (runs in the sandbox) of those candidates after number ``index`` that will most likely be
         needed. Does nothing if candidate ``index`` itself is passed over, or if the composer of ``stream`` cannot write
         the same candidate again (``repeatable``)."""
-        if not stream.composer.repeatable:
+        if not stream.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
         pending, expected = 0, {"train": 0.0, "heldout": 0.0}
@@ -337,7 +273,7 @@ class _Work:
     async def _early(self, task: Task, compilations: int) -> None:
         with contextlib.suppress(TaskRefused):
             check_eager(await self._probe(task, compile=False), self.window)
-            if compilations <= self.config.max_candidates:
+            if compilations <= self.most:
                 if swept := await self._sweep(task):
                     check_choice(swept)
                 compiled = await self._probe(task, compile=True)
@@ -352,26 +288,19 @@ class _Work:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, index: int, task: Task) -> str | None:
-        """Returns the split of ``task``, candidate number ``index``: "train" or "heldout". Returns None if the split is
-        full, or if a held-out task has the same combination of operators. Also returns None if the training tasks then
-        could not have every kind of held-out task. The last rule ends when candidates or probes become scarce."""
-        drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
-        split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
-        if not stream.wants(split) or drawn in stream.heldout:
-            return None
         missing = sum(stream.wanted.values()) - len(stream.tasks)
-        scarce = index > stream.attempts / 2 or self.config.max_candidates - self.compiled <= missing
-        return split if scarce or stream.leaves_room(task, split) else None
+        scarce = index > stream.attempts / 2 or self.most - self.compiled <= missing
+        return stream.side(task, self.seed, scarce)
 
     async def _compose(self, stream: Stream, index: int) -> Task:
         rng = Random(f"{self.seed}/{stream.family}/{index}")
-        if stream.composer.repeatable:
+        if stream.repeatable:
             if (stream.family, index) not in self.composed:
-                self.composed[stream.family, index] = await stream.composer.compose(rng)
+                self.composed[stream.family, index] = await stream.candidate(index, rng)
             return self.composed[stream.family, index]
         key = f"candidate/{stream.family}/{index}"
         if key not in self.known:
-            task = await stream.composer.compose(rng)
+            task = await stream.candidate(index, rng)
             self._keep(key, task.__dict__ | {"ops": list(task.ops)})
         return Task(**(self.known[key] | {"ops": tuple(self.known[key]["ops"])}))
 

@@ -74,6 +74,27 @@ def test_a_stage_that_two_graphs_share_has_one_cache_key(graph, monkeypatch):
             assert key == other or not same
 
 
+def test_other_contents_of_a_task_set_make_another_cache_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "_device", lambda stage, config: "here")
+    (stage,) = [row for row in GRAPHS["full"] if row.name == "synthesis"]
+    given, unlike = tmp_path / "tasks.parquet", tmp_path / "KernelBench"
+    (unlike / "level1").mkdir(parents=True)
+
+    def key() -> str:
+        sets = Config().synthesis.model_copy(update={"tasks": str(given), "evaluation_set": str(unlike)})
+        return manifest.identify(stage, Config(synthesis=sets), {}).key
+
+    keys = [key()]
+    given.write_bytes(b"one")
+    keys.append(key())
+    assert key() == keys[-1]
+    given.write_bytes(b"two")
+    keys.append(key())
+    (unlike / "level1" / "1_relu.py").write_text("pass")
+    keys.append(key())
+    assert len(set(keys)) == 4
+
+
 def test_a_workflow_shows_the_stages_of_its_own_graph():
     parameters = [{"name": row.name, "value": "absent" if row.name in ("rft", "critic") else "run"} for row in ROWS]
     node = {"displayName": "prepare", "type": "Pod", "phase": "Succeeded", "outputs": {"parameters": parameters}}

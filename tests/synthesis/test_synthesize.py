@@ -210,7 +210,7 @@ def test_no_more_candidates_are_compiled_than_allowed_and_the_card_says_what_is_
 
 
 def test_a_family_of_one_task_ends_and_is_short(monkeypatch):
-    monkeypatch.setattr("cuda_agent.synthesis.synthesize.sample_task", lambda rng, device: sample_task(Random(3)))
+    monkeypatch.setattr("cuda_agent.synthesis.stream.sample_task", lambda rng, device: sample_task(Random(3)))
     tasks, card = make()
     assert sum(task.family == "teacher" for task in tasks) <= 1
     assert card["yield"]["teacher"][2]["dropped"] > 10  # new bytes
