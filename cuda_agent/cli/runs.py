@@ -49,7 +49,8 @@ def list_all(
 
     Each line has the user who started the run, and its last scores: the policy that was scored, its pass rate, the
     shares of tasks on which it is faster than eager and than torch.compile, and its speed-ups; on a cluster, the 20
-    newest runs have them. After the runs, print a line for each sweep, with the number of its runs in each state.
+    newest runs have them. After the runs, print a line for each sweep, with the number of its runs in each state, and
+    a line for each search (`optimize --on`) of a cluster.
     Without --on, list the runs of the store, or those of the current cluster if there is no store."""
     from cuda_agent.optimize.score_text import HEAD, cells
     from cuda_agent.storage import StoreUnavailable
@@ -85,6 +86,11 @@ def list_all(
         print(f"{row[key]:{first}} {row[kind]:{second}} {facts} {scores}  {message[:70]}".rstrip())
     for line in _sweep_lines(rows):
         print(line)
+    if place:
+        from cuda_agent.cluster import searches
+
+        for search, state in searches.states(place).items():
+            print(f"search {search}: {state.lower()}")
 
 
 def _local_rows(store: str) -> list[dict[str, Any]]:

@@ -66,6 +66,13 @@ def names(cluster: Cluster, search: str) -> list[str]:
     return [about["name"] for about in sorted(found, key=lambda about: (about["creationTimestamp"], about["name"]))]
 
 
+def states(cluster: Cluster) -> dict[str, str]:
+    """Returns search -> phase of its newest Workflow, oldest search first."""
+    flows = sorted(cluster.metadata("Workflow", SEARCH_LABEL), key=lambda about: about["creationTimestamp"])
+    cells = cluster.table("Workflow", SEARCH_LABEL) if flows else {}
+    return {about["labels"][SEARCH_LABEL]: cells.get(about["name"], {}).get("Status") or "Pending" for about in flows}
+
+
 def newest(cluster: Cluster, search: str) -> dict[str, Any] | None:
     """Returns the newest Workflow of the search with exactly this name, or None."""
     found = names(cluster, search)
@@ -138,9 +145,7 @@ def collect(cluster: Cluster, store: Store, uri: str, days: float, dry_run: bool
     """Removes searches from the store and from the MLflow at ``uri`` (``off``: none), if nothing of them has changed in
     so many days and none of their Workflows is under way.  Returns their names; with ``dry_run`` removes nothing.  If
     MLflow does not answer, removes nothing and returns an empty list: the next collection tries again."""
-    phases = {name: cells["Status"] or "Pending" for name, cells in cluster.table("Workflow", SEARCH_LABEL).items()}
-    flows = cluster.metadata("Workflow", SEARCH_LABEL)
-    live = {about["labels"][SEARCH_LABEL] for about in flows if phases.get(about["name"], "Pending") not in ENDED}
+    live = {search for search, state in states(cluster).items() if state not in ENDED}
     before = time.time() - max(days * 86400, YOUNG)
     old = {}
     for search in store.folders("searches"):

@@ -240,6 +240,22 @@ def test_the_steps_of_a_search_are_told_by_the_pods_of_its_workflow() -> None:
     assert found == {"begin": "done (try 2)", "player(0:0)": "running", "player(1:1)": "waits"}
 
 
+def test_runs_lists_searches_with_the_state_of_their_newest_workflow(there: There) -> None:
+    for name, phase, created in (
+        ("s", "Failed", "1"),
+        ("s-r2", "Running", "3"),
+        ("t", "Succeeded", "2"),
+        ("u", "", "4"),
+    ):
+        made = f"2026-11-0{created}T00:00:00Z"
+        labels = {searches.SEARCH_LABEL: name.removesuffix("-r2")}
+        there.api.add("Workflow", name, labels, status={"phase": phase}, metadata={"creationTimestamp": made})
+    done = CliRunner().invoke(main.app, ["runs", "--on", "."])
+    assert [line for line in done.output.splitlines() if line.startswith("search ")] == [
+        "search s: running", "search t: succeeded", "search u: pending",
+    ]  # fmt: skip
+
+
 def test_gc_removes_old_searches_that_are_not_under_way_from_the_store_and_from_mlflow(
     there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
