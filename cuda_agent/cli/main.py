@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import sys
+import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,14 @@ from cuda_agent.cli.cluster import commands as cluster_commands
 from cuda_agent.cli.episodes import commands as episodes_commands
 from cuda_agent.cli.optimize import commands as optimize_commands
 from cuda_agent.cli.options import (
+    STORE,
     AsJson,
     Device,
     ModelFile,
     Overrides,
     SolutionFolder,
     SolutionFormat,
+    StoreOption,
     TrainMode,
     command,
     command_group,
@@ -34,6 +37,7 @@ from cuda_agent.cli.options import (
     show,
     with_train_mode,
 )
+from cuda_agent.cli.places import open_existing
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
@@ -273,19 +277,29 @@ def tasks_show(
         print(f"{len(tasks)} tasks")
 
 
-@command(tasks_app, "cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/", name="import")
+@command(
+    tasks_app,
+    "cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/",
+    "cuda-agent tasks import last my-tasks/",
+    name="import",
+)
 def tasks_import(
-    source: Annotated[Path, Argument(help="an Ops-6K parquet, a KernelBench folder, or one model.py")],
+    source: Annotated[Path, Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py, or a run's name")],
     folder: Annotated[Path, Argument(help="folder for the new task set")],
+    store: StoreOption = STORE,
     as_json: AsJson = False,
 ) -> None:
     """Import tasks into a task set.
 
     Drop invalid files and duplicates. Find each task's operators in its code, and ignore any list of operators in the
-    source."""
+    source. A source that is no file and no path is a run of --store, or `last`; its tasks keep their split."""
     from cuda_agent.tasks.io import import_tasks
 
-    imported = import_tasks(source, folder)
+    with tempfile.TemporaryDirectory() as held:
+        if not source.exists() and len(source.parts) == 1 and not source.suffix:
+            imported = import_tasks(_tasks_of(str(source), store, Path(held) / "tasks"), folder)
+        else:
+            imported = import_tasks(source, folder)
     count, dropped = len(imported.tasks), imported.dropped
     if as_json:
         print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
@@ -298,6 +312,18 @@ def tasks_import(
         print("\n".join(f"  {line}" for line in dropped[:MOST_DROPPED]))
     if len(dropped) > MOST_DROPPED:
         print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
+
+
+def _tasks_of(run: str, store: str, folder: Path) -> Path:
+    """Writes the task set of a run to ``folder``, and returns it."""
+    from cuda_agent.pipeline import manifest, runs
+
+    opened = open_existing(store)
+    name = runs.find_run(opened, run).name
+    if (made := manifest.read_manifest(opened, name, "synthesis")) is None:
+        raise ConfigError(f"run {name} has not finished its stage synthesis")
+    opened.get_folder(made.outputs["tasks"], folder)
+    return folder
 
 
 @command(

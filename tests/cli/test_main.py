@@ -23,6 +23,8 @@ from cuda_agent.pipeline import gc, runs, screen
 from cuda_agent.pipeline.local import StageView, run_pipeline
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry
 from cuda_agent.storage import open_store
+from cuda_agent.tasks.io import read_tasks, write_tasks
+from cuda_agent.tasks.task import Task
 from tests.agent import agent_cases
 from tests.waiting import wait_for
 
@@ -385,6 +387,25 @@ def test_tasks_are_imported_and_shown(tmp_path):
     assert "1 tasks in" in text and "dropped as no task: 1\n" in text and "helper.py: not a task: no class" in text
     assert "torch.relu" in ask("tasks", "show", tmp_path / "set")
     assert ask("tasks", "show", tmp_path / "set", "level1/1_relu") == code + "\n"
+
+
+def test_the_tasks_of_a_run_are_imported_with_their_split(store, tmp_path):
+    opened, code = open_store(store), agent_cases.TASK.code
+    write_tasks(tmp_path / "made", [Task("a", code, ("torch.mul",), "torch#1", "teacher", "heldout")])
+    name = runs.list_runs(opened)[-1].name
+    facts = {"seconds": 1.0, "finished": "2026-01-01T00:00:00Z", "device": None, "inputs": {}}
+    texts = dict.fromkeys(("key", "code", "environment", "config", "metrics"), "")
+    ended = call("tasks", "import", "last", tmp_path / "set", "--store", store)
+    assert ended.returncode == 78 and f"run {name} has not finished its stage synthesis" in ended.stderr
+    made = Manifest("synthesis", name, **texts, **facts, outputs={"tasks": opened.put_folder(tmp_path / "made")})
+    opened.put(manifest_entry(name, "synthesis"), made.to_bytes())
+    assert "1 tasks in" in ask("tasks", "import", "last", tmp_path / "set", "--store", store)
+    (task,) = read_tasks(tmp_path / "set")
+    assert (task.name, task.family, task.split) == ("a", "teacher", "heldout")
+    ended = call("tasks", "import", "nosuch", tmp_path / "set", "--store", store)
+    assert ended.returncode == 78 and name in ended.stderr
+    ended = call("tasks", "import", "no/such", tmp_path / "set", "--store", store)
+    assert ended.returncode == 78 and "no such file" in ended.stderr
 
 
 def test_plain_lines_tell_changes_once():
