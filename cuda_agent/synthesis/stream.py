@@ -59,17 +59,15 @@ class Stream:
         a composed task with the combination of operators of a held-out task, and for one after which the training tasks
         could not have every kind of held-out task. The last rule ends when candidates or probes become ``scarce``."""
         drawn, share = self.combination(task), self.wanted["heldout"] / sum(self.wanted.values())
-        split = "heldout" if is_heldout(drawn, seed, share) else "train"
-        if self.is_split:
-            split = task.split
+        split = task.split if self.is_split else "heldout" if is_heldout(drawn, seed, share) else "train"
         if not self.wants(split):
             return None
-        if self.given:
+        if self.composer is None:
             return split
         return split if drawn not in self.heldout and (scarce or self.leaves_room(task, split)) else None
 
     def accept(self, task: Task, split: str) -> None:
-        self.tasks.append(replace(task, family=task.family if self.given else self.family, split=split))
+        self.tasks.append(replace(task, family=self.family if self.composer else task.family, split=split))
         self.kinds[split][self.kind(task)] += 1
         if split == "heldout":
             self.heldout.add(self.combination(task))
@@ -94,7 +92,7 @@ class Stream:
     @property
     def attempts(self) -> int:
         """The most candidates that are proposed."""
-        return len(self.given) or ATTEMPTS_A_TASK * sum(self.wanted.values())
+        return ATTEMPTS_A_TASK * sum(self.wanted.values()) if self.composer else len(self.given)
 
     @property
     def done(self) -> bool:

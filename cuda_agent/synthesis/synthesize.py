@@ -96,7 +96,7 @@ async def synthesize(
     given = read_any(Path(config.tasks)) if config.tasks else []
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
     work.sweep, work.ahead, work.most = sweep, AHEAD[device], config.max_candidates
-    if given:
+    if config.tasks:
         wanted = {"train": config.train, "heldout": config.heldout + config.catalogue}
         streams, work.most = [Stream("given", None, ops_combination, wanted, given=given)], len(given)
         total = min(total, len(given))
@@ -128,7 +128,7 @@ async def synthesize(
     facts = {
         "seed": seed,
         "device": device,
-        "writer": "given" if given else config.writer,
+        "writer": "given" if config.tasks else config.writer,
         "left_out": max(0, len(given) - len(made) - sum(streams[0].refused.values())),
         "operators": len(CATALOGUE),
         "layers": len(LAYERS),

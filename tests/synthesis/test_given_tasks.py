@@ -65,6 +65,11 @@ def test_more_tasks_than_candidates_may_be_compiled(tmp_path, made):
     assert len(tasks) == len(made) > SMALL.train and sum(compiled for _, compiled in prober.calls) == len(made)
 
 
+def test_an_empty_set_is_not_replaced_by_new_tasks(tmp_path):
+    tasks, card = taken(tmp_path, [])
+    assert tasks == [] and card["writer"] == "given" and card["short"]
+
+
 def test_a_set_that_is_not_there_is_named(tmp_path):
     with pytest.raises(TaskError, match="nowhere"):
         make(Synthesis(tasks=str(tmp_path / "nowhere")))
