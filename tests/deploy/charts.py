@@ -109,18 +109,27 @@ def steps(made: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def objects_in(items: list[dict[str, Any]], variable: str, profile: str = "cpu") -> list[dict[str, Any]]:
+    """Returns the objects in an environment variable of the step prepare, or an empty list without the variable."""
+    (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
+    env = {item["name"]: item.get("value") for item in steps(made)["prepare"]["container"]["env"]}
+    return json.loads(env.get(variable, "[]"))
+
+
 def pools(items: list[dict[str, Any]], profile: str = "cpu") -> list[dict[str, Any]]:
     """Returns the objects that prepare would make with this profile."""
-    (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
-    env = steps(made)["prepare"]["container"]["env"]
-    return json.loads(next(item["value"] for item in env if item["name"] == "CUDA_AGENT_POOLS"))
+    return objects_in(items, "CUDA_AGENT_POOLS", profile)
 
 
 def engines(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the objects that prepare would make for a run with vLLM of the profile ``cpu``, if it has engines."""
-    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
-    env = {item["name"]: item.get("value") for item in steps(made)["prepare"]["container"]["env"]}
-    return json.loads(env.get("CUDA_AGENT_ENGINE", "[]"))
+    return objects_in(items, "CUDA_AGENT_ENGINE")
+
+
+def ray_job(items: list[dict[str, Any]], profile: str = "cpu") -> dict[str, Any]:
+    """Returns the RayJob of a stage with Ray pods."""
+    (job,) = [one for one in objects_in(items, "CUDA_AGENT_RAY", profile) if one["kind"] == "RayJob"]
+    return job
 
 
 def argocheck(items: list[dict[str, Any]]) -> list[str]:

@@ -35,6 +35,7 @@ from tests.deploy.charts import (
     objects,
     of_kind,
     pools,
+    ray_job,
     refusal,
     steps,
     template,
@@ -426,12 +427,7 @@ def test_a_role_by_web_identity_is_taken_by_all_that_use_the_store_and_by_nothin
     items = template({"store": {"roleArn": arn}, "profiles": {"cpu": {"ray": {"enabled": True}}}})
     (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
     executors = json.loads(made["spec"]["podSpecPatch"])
-    ray = json.loads(
-        next(
-            entry["value"] for entry in steps(made)["prepare"]["container"]["env"] if entry["name"] == "CUDA_AGENT_RAY"
-        )
-    )
-    groups = next(item for item in ray if item["kind"] == "RayJob")["spec"]["rayClusterSpec"]
+    groups = ray_job(items)["spec"]["rayClusterSpec"]
     head, actors = groups["headGroupSpec"]["template"]["spec"], groups["workerGroupSpecs"][0]["template"]["spec"]
     (test,) = of_kind(items, "Pod")
     stages = [step["container"] for step in steps(made).values() if "container" in step]
@@ -603,9 +599,10 @@ def test_kueue_finds_the_queue_and_the_priority_on_every_pod_that_works():
             labels = one["metadata"]["labels"]
             works = name not in small and not name.endswith("-ray")  # those only wait: a RayJob has the labels
             assert (wanted.items() <= labels.items()) == works, name
-    (ray,) = [one["value"] for one in steps(made)["prepare"]["container"]["env"] if one["name"] == "CUDA_AGENT_RAY"]
-    (job,) = [one for one in json.loads(ray) if one["kind"] == "RayJob"]
-    for labels in [job["metadata"]["labels"], *(one["spec"]["template"]["metadata"]["labels"] for one in servers)]:
+    for labels in [
+        ray_job(items)["metadata"]["labels"],
+        *(one["spec"]["template"]["metadata"]["labels"] for one in servers),
+    ]:
         assert wanted.items() <= labels.items()
     (other,) = of_kind(items, "WorkflowTemplate", "-gpu-")
     assert "kueue.x-k8s.io" not in json.dumps(other)

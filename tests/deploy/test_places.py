@@ -16,6 +16,7 @@ from tests.deploy.charts import (
     objects,
     of_kind,
     pools,
+    ray_job,
     refusal,
     steps,
 )
@@ -31,10 +32,7 @@ MEMORY = {"name": "memory", "mountPath": "/dev/shm"}
 
 def ray_pods(items: list[dict[str, Any]], profile: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the specs of the head and of the other Ray pods of a stage."""
-    (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
-    (text,) = [one["value"] for one in steps(made)["prepare"]["container"]["env"] if one["name"] == "CUDA_AGENT_RAY"]
-    (job,) = [one for one in json.loads(text) if one["kind"] == "RayJob"]
-    cluster = job["spec"]["rayClusterSpec"]
+    cluster = ray_job(items, profile)["spec"]["rayClusterSpec"]
     return cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]["template"]["spec"]
 
 
