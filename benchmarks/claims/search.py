@@ -16,7 +16,8 @@ method, however often it is judged. The sandbox judges it once for all methods o
 time. After every verdict there is a best speed-up so far over the faster of eager and ``torch.compile``, or 0 without a
 correct solution. The area is the mean of these numbers over all verdicts of the budget; a method that ends early keeps
 its last number. Each task has one area, the mean over ``--seeds``. The intervals draw tasks again, with the areas of
-all methods.
+all methods. The ceiling is the area of a method whose first verdict is on the fastest solution that any method found
+with any seed: no method can have more.
 
 With enough processors, each of ``--parallel`` plays has ``sandbox.threads`` of them to itself, and the server has the
 rest. With fewer, all share one timing lease. Each play is a file below ``--work``; the same command goes on after an
@@ -303,7 +304,13 @@ def compared(plays: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
     others = {method: ratio(areas["search"], areas[method]) for method in METHODS if method != "search"}
     by_task = {task: {method: float(areas[method][i]) for method in METHODS} for i, task in enumerate(tasks)}
     means = {method: float(found.mean()) for method, found in areas.items()}
-    return {"areas": means, "rows": rows, "search": others, "tasks": by_task}
+    most = [max(best_of(play) for play in plays if play["task"] == task) for task in tasks]
+    return {"areas": means, "ceiling": float(np.mean(most)), "rows": rows, "search": others, "tasks": by_task}
+
+
+def best_of(play: Mapping[str, Any]) -> float:
+    """Returns the greatest speed-up of all methods of ``play``, or 0 without a correct solution."""
+    return max((found[1] for course in play["courses"].values() for found in course["found"]), default=0.0)
 
 
 def ratio(areas: np.ndarray, others: np.ndarray) -> dict[str, Any]:
@@ -343,6 +350,8 @@ def table(answer: Mapping[str, Any]) -> str:
         else:
             cells += [""] * 3
         lines.append(f"| {' | '.join(cells)} |")
+    ceiling = [f"{method} {answer['ceiling'] / area:.2f}" for method, area in answer["areas"].items() if area]
+    lines += ["", f"ceiling: {answer['ceiling']:.3f}; divided by the area of {', '.join(ceiling)}"]
     lines += ["", f"| task | {' | '.join(METHODS)} |", "|---" * (1 + len(METHODS)) + "|"]
     for task, areas in answer["tasks"].items():
         lines.append(f"| {task} | {' | '.join(f'{areas[method]:.3f}' for method in METHODS)} |")

@@ -72,6 +72,7 @@ def test_tasks_are_compared_in_pairs_and_seeds_are_averaged_first(search):
     assert best["geometric"] == pytest.approx(2.0) and best["geometric_interval"] == pytest.approx([2.0, 2.0])
     low, high = one["means_interval"]
     assert low == 1.0 and 1.2 < high <= 2.0
+    assert found["ceiling"] == (3 + 4 + 0) / 3 and "search 1.17" in search.table(found).split("ceiling")[1]
     assert "| one | 1.667 |" in search.table(found) and "1.20 (1.00 to" in search.table(found)
 
 
