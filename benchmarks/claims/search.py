@@ -30,6 +30,7 @@ import json
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import time
 from collections import Counter
@@ -134,6 +135,7 @@ class Course:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, end)
     options = parse()
     if options.combine:
         answers = [json.loads(file.read_text()) for file in options.combine]
@@ -191,8 +193,18 @@ def play_all(plays: Sequence[Play], config: Config, options: argparse.Namespace,
                   for share, cache in zip(shares, caches, strict=True)]  # fmt: skip
         for one in places:
             one.start()
-        for one in places:
-            one.join()
+        try:
+            for one in places:
+                one.join()
+        finally:
+            for one in places:
+                one.terminate()  # if this program is ended; each closes its sandbox
+            for one in places:
+                one.join()
+
+
+def end(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def divided(processors: Sequence[int], parallel: int, threads: int) -> tuple[list[Sequence[int]], Sequence[int]]:
@@ -206,6 +218,7 @@ def divided(processors: Sequence[int], parallel: int, threads: int) -> tuple[lis
 def place(processors: Sequence[int], cache: Path, url: str, config: Config, options: Any, waiting: Any) -> None:
     """Takes plays from ``waiting``, one after the other, and writes their results."""
     os.sched_setaffinity(0, processors)
+    signal.signal(signal.SIGTERM, end)
 
     async def work() -> None:
         async with open_sandbox(config.sandbox, cache) as sandbox:

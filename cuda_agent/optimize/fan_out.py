@@ -63,11 +63,18 @@ class Step:
         return beside(self.order.attempts, True)
 
     @cached_property
-    def began(self) -> float:
-        return float(self.shared.facts()["began"])
+    def facts(self) -> dict[str, Any]:
+        """The facts that ``begin`` has written."""
+        return self.shared.facts()
+
+    @property
+    def before(self) -> dict[str, dict[str, float]]:
+        """What the attempts had used when ``begin`` was played last."""
+        return self.facts.get("before", {})
 
     def clock(self) -> float:
-        return time.time() - self.began
+        """Returns the seconds of the search, without those between a stop and the next ``begin``."""
+        return time.time() - float(self.facts["began"])
 
 
 def packed(order: SearchOrder, sandbox: dict[str, Any], name: str, code: str) -> str:
@@ -117,8 +124,9 @@ async def begin(step: Step) -> None:
     if order.tokens is not None and order.tokens // step.count < least:
         whole = f"with {step.count} players, of which each has an equal part, at least {least * step.count} are needed"
         raise OptimizeError(f"--tokens {order.tokens} leave no room for one whole turn: {whole}")
-    known = shared.facts()
-    facts = {"began": time.time()} | known
+    known, archive = shared.facts(), shared.read()
+    elapsed = max((event["at"] for events in archive.transcripts.values() for event in events), default=0.0)
+    facts: dict[str, Any] = {"began": time.time() - elapsed, "before": archive.used()}
     transcript, path = _transcript(step, 0, [], lambda: time.time() - facts["began"])
     try:
         device, again = step.settings.device, bool(known)
@@ -138,7 +146,7 @@ async def play_player(step: Step, player: int) -> str:
     that are done already are left out.  Before each attempt, and after each of its turns, looks whether another player
     has reached the target."""
     order, goal, why = step.order, step.order.terms.goal, ""
-    said = baselines_text(Probe.from_json(step.shared.facts()["probe"]), step.settings)
+    said = baselines_text(Probe.from_json(step.facts["probe"]), step.settings)
     async with open_sandbox(step.settings, step.cache) as sandbox:
         for number in range(player + 1, order.attempts + 1, step.count):
             archive = step.shared.read()
@@ -179,7 +187,7 @@ def _attempt(
             findings.reached = shared.look_reached(goal)
 
     transcript, _ = _transcript(step, number, archive.transcripts.get(number, []), step.clock, publish)
-    budget = archive.budget(step.order, number, step.count)
+    budget = archive.budget(step.order, number, step.count, step.before)
     state = archive.states.get(number, State())
     facts = number, step.task, model, sandbox, step.order.terms, budget, findings, transcript.tell, said, state
     return Attempt(*facts), transcript.close
@@ -208,7 +216,7 @@ async def end(step: Step) -> SearchOutcome:
     """Judges the best solution of the search in strict mode, and writes the folder of the result to ``step.folder`` /
     "result" and to the store."""
     order, goal, shared = step.order, step.order.terms.goal, step.shared
-    archive, facts = shared.read(), shared.facts()
+    archive = shared.read()
     result = step.folder / "result"
     result.mkdir()
     transcript, path = _transcript(step, 0, [], step.clock)
@@ -232,7 +240,7 @@ async def end(step: Step) -> SearchOutcome:
     shared.add(read_events(path))
     write_transcript(result / "transcript.jsonl", merged(archive.transcripts | {-1: read_events(path)}))
     write_whole(result / "model.py", step.task.code)
-    write_result(outcome, step.task, spec, Probe.from_json(facts["probe"]), order, step.settings)
+    write_result(outcome, step.task, spec, Probe.from_json(step.facts["probe"]), order, step.settings)
     shared.store.delete_all(shared.store.list(shared.key("result")))
     for file in sorted(path for path in result.rglob("*") if path.is_file()):
         shared.store.put(shared.key("result", file.relative_to(result).as_posix()), file)

@@ -256,7 +256,7 @@ async def run_attempts(
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
-def choose_start(attempt: Attempt, attempts: int, starts: Sequence[str], busy: Collection[int]) -> None:
+def choose_start(attempt: Attempt, attempts: int, starts: Sequence[str | None], busy: Collection[int]) -> None:
     """Lets ``attempt``, one of ``attempts``, start from a solution of an earlier attempt, if ``archive.choose`` finds
     one.  ``starts`` and ``busy`` are those of ``archive.choose``."""
     finds, first = [*attempt.findings.by_digest.values()], beside(attempts, False)

@@ -1,7 +1,7 @@
 """Keeps the archive of a search in a store, which the processes of the search share.
 
     searches/NAME/order.json        the problem and the settings of the search
-    searches/NAME/facts.json        when the search began, and the baselines of the problem
+    searches/NAME/facts.json        when the search began, the baselines, and what attempts had used at the last start
     searches/NAME/attempts/N.jsonl  the transcript of attempt N up to its last whole turn; 0: the search itself
     searches/NAME/reached/GOAL      the digest of a solution that reaches the goal in strict mode
     searches/NAME/result/           the folder of the result
@@ -36,9 +36,10 @@ class Archive:
         states, findings, _ = replayed(merged(transcripts))
         return cls(transcripts, states, findings)
 
-    def starts(self, number: int) -> list[str]:
-        """Returns the digest of the solution from which each attempt before ``number`` started, or "" for nothing."""
-        return [self.states[one].parent if one in self.states else "" for one in range(1, number)]
+    def starts(self, number: int) -> list[str | None]:
+        """Returns the digest of the solution from which each attempt before ``number`` started, "" if it started from
+        nothing, or None if it has published nothing."""
+        return [self.states[one].parent if one in self.states else None for one in range(1, number)]
 
     def busy(self, number: int) -> list[int]:
         """Returns the numbers of the attempts before ``number`` that have not ended."""
@@ -67,22 +68,35 @@ class Archive:
         zero = dict.fromkeys((*_SPENT, "seconds"), 0) | {"estimated": False}
         return next((event for event in reversed(self.transcripts.get(number, ())) if event["kind"] == "spent"), zero)
 
-    def budget(self, order: SearchOrder, number: int, count: int) -> SearchBudget:
-        """Returns the budget of attempt ``number``.  Each of the ``count`` players has an equal part of the tokens and
-        of the money, and all of the time, because players are played side by side.  Of that, the budget leaves out what
-        other attempts of the same player have used."""
+    def used(self) -> dict[str, dict[str, float]]:
+        """Returns what each attempt has used so far: number -> name -> amount."""
+        spent = {number: self.spent(number) for number in self.transcripts if number}
+        return {str(number): {name: event[name] for name in _SPENT} for number, event in spent.items()}
+
+    def budget(
+        self, order: SearchOrder, number: int, count: int, before: Mapping[str, Mapping[str, float]]
+    ) -> SearchBudget:
+        """Returns the budget of attempt ``number``.  Of the tokens and the money that were left when the players began,
+        each of the ``count`` players has an equal part.  Each has all of the time, because players are played side by
+        side.  The budget leaves out what other attempts of the same player have used.  ``before`` is what ``used``
+        returned when the players began."""
         player, own = player_of(number, count), self.spent(number)
         others = [one for one in self.transcripts if one not in (0, number) and player_of(one, count) == player]
-        used = [self.spent(one) for one in others]
 
-        def left(limit: float | None, parts: int, *names: str) -> float | None:
-            return None if limit is None else limit / parts - sum(event[name] for event in used for name in names)
+        def left(limit: float | None, *names: str) -> float | None:
+            if limit is None:
+                return None
+            spent = {one: sum(self.spent(one)[name] for name in names) for one in others}
+            past = {int(one): sum(amounts[name] for name in names) for one, amounts in before.items()}
+            part = max(0.0, limit - sum(past.values())) / count
+            return past.get(number, 0) + part - sum(amount - past.get(one, 0) for one, amount in spent.items())
 
-        tokens = left(order.tokens, count, "prompt", "sampled")
+        tokens = left(order.tokens, "prompt", "sampled")
+        seconds = sum(self.spent(one)["seconds"] for one in others)
         return SearchBudget(
             None if tokens is None else int(tokens),
-            left(None if order.minutes is None else order.minutes * 60, 1, "seconds"),
-            left(order.money, count, "cost"),
+            None if order.minutes is None else order.minutes * 60 - seconds,
+            left(order.money, "cost"),
             order.price_in,
             order.price_out,
             own["prompt"],

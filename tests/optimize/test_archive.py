@@ -35,13 +35,42 @@ def test_an_attempt_starts_from_a_nearly_fastest_solution_wherever_it_was_found(
     assert chosen["4"] < 10, "a quarter slower"
 
 
-def test_an_attempt_starts_from_nothing_after_four_that_found_nothing_new() -> None:
-    finds, begun = [find("a", 2.0, attempt=1)], ["", "", "a", "a", "a", "a"]
+def test_an_attempt_starts_from_nothing_after_four_that_gained_nothing() -> None:
+    finds, begun = [find("a", 2.0, attempt=1)], ["", "", *["A"] * 4]
+    begun = [finds[0].solution.digest if start else "" for start in begun]
     assert choose(finds, begun, 2, 0, ()) is None
-    assert choose(finds, begun, 2, 0, [4]) is finds[0], "one of them may still find something"
-    assert choose(finds, [*begun, "", "a", "a", "a"], 2, 0, ()) is finds[0], "it is tried anew after that"
-    finds.append(find("b", 1.0, attempt=4))
-    assert choose(finds, begun, 2, 0, ()) is finds[0], "a new solution counts although it is slower"
+    assert choose(finds, begun, 2, 0, [4]) is finds[0], "one of them may still gain something"
+    finds.append(find("b", 1.9, attempt=4))
+    assert choose(finds, begun, 2, 0, ()) is None, "a new solution that is slower is no gain"
+    finds.append(find("c", 2.2, attempt=4))
+    assert choose(finds, begun, 2, 0, ()) is not None
+
+
+def test_the_more_attempts_gain_nothing_the_more_start_from_nothing() -> None:
+    finds = [find("a", 2.0, attempt=1), find("b", 1.0, attempt=2)]
+    begun = ["", ""]
+    while len(begun) < 17:
+        chosen = choose(finds, begun, 2, 0, ())
+        begun.append(chosen.solution.digest if chosen else "")
+    assert "".join("x" if start else "." for start in begun) == "..xxxx.xx.x.x.x.x"
+    finds.append(find("c", 1.2, attempt=16))
+    assert choose(finds, begun, 2, 0, ()) is None, "16 began from nothing and is slower than the fastest"
+    finds.append(find("d", 2.5, attempt=16))
+    assert choose(finds, begun, 2, 0, ()) is not None
+
+
+def test_only_attempts_that_began_from_nothing_after_a_solution_failed_count() -> None:
+    finds, start = [find("a", 2.0, attempt=1)], find("a", 2.0).solution.digest
+    assert choose(finds, ["", "", "", "", *[start] * 4], 2, 0, ()) is None, "four places began from nothing"
+    assert choose(finds, ["", "", *[start] * 4, None, None], 2, 0, ()) is None, "of two nothing is known"
+    assert choose(finds, ["", "", *[start] * 4, "", start], 2, 0, ()) is not None
+
+
+def test_a_gain_over_a_slow_start_counts() -> None:
+    finds = [find("a", 2.0, attempt=1), find("b", 1.0, attempt=2), find("c", 1.5, attempt=6)]
+    slow = finds[1].solution.digest
+    assert choose(finds, ["", "", *[slow] * 4], 2, 0, ()) is not None
+    assert choose(finds[:2], ["", "", *[slow] * 4], 2, 0, ()) is None
 
 
 def test_new_and_little_used_solutions_weigh_more() -> None:

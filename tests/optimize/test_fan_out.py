@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from chat_server import call, serve, turn_of
-from optimizing import DONE, KERNEL, MODEL, PROFILE, SANDBOX, TERMS, WRITE, Run, SharedSandbox, plan
+from optimizing import DONE, KERNEL, MODEL, PROFILE, SANDBOX, TERMS, WRITE, Run, plan
 
 from cuda_agent.agent.progress import Event, factor, read_events
 from cuda_agent.cluster.pod import PodEnvironment
@@ -23,22 +23,9 @@ from cuda_agent.optimize import fan_out, search_pods
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder
 from cuda_agent.optimize.shared_archive import Archive, SharedArchive, merged
 from cuda_agent.storage import open_store
-from tests import made_once
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-the-key-of-the-models-server"
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return made_once.share(tmp_path_factory.mktemp("fan-out") / "cache")
-
-
-@pytest.fixture(scope="session")
-def shared(cache):
-    shared = SharedSandbox(cache)
-    yield shared
-    shared.close()
 
 
 def script(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -231,14 +218,45 @@ def test_each_player_has_an_equal_part_of_tokens_and_money_and_all_of_the_time()
 
     order = SearchOrder("http://a/v1", "m", attempts=4, tokens=3000, minutes=2.0, money=50.0, price_in=1e4)
     archive = Archive.of({0: [], 1: spent(1, 600, 30.0), 2: spent(2, 100, 20.0), 3: spent(3, 200, 10.0)})
-    budget = archive.budget(order, 3, 2)
+    budget = archive.budget(order, 3, 2, {})
     assert (budget.tokens, budget.seconds, budget.money) == (1500 - 610, 90.0, 25.0 - 6.0)
     assert (budget.prompt, budget.sampled) == (200, 10) and 10.0 <= budget.elapsed < 11.0
     assert budget.lacks(680, 0) == "" and budget.lacks(681, 0) == "tokens"
-    assert archive.budget(order, 4, 2).tokens == 1500 - 110 and archive.budget(order, 4, 2).prompt == 0
-    assert archive.budget(SearchOrder("http://a/v1", "m", minutes=None), 1, 1).left is None
+    assert archive.budget(order, 4, 2, {}).tokens == 1500 - 110 and archive.budget(order, 4, 2, {}).prompt == 0
+    assert archive.budget(SearchOrder("http://a/v1", "m", minutes=None), 1, 1, {}).left is None
     total = [event for event in merged(archive.transcripts) if event["kind"] == "spent"][-1]
     assert (total["prompt"], total["sampled"], total["seconds"]) == (900, 30, 30.0)
+
+
+@pytest.mark.parametrize(("attempts", "count"), [(1, 1), (3, 2), (8, 4)])
+def test_a_resumed_search_divides_what_is_left_however_many_players_it_has(attempts: int, count: int) -> None:
+    def archive(*prompts: int) -> Archive:
+        used = {"sampled": 0, "estimated": False, "seconds": 1.0, "kind": "spent", "at": 1.0}
+        facts = [
+            {"attempt": number, "prompt": prompt, "cost": prompt / 100} for number, prompt in enumerate(prompts, 1)
+        ]
+        return Archive.of({one["attempt"]: [used | one] for one in facts})
+
+    order = SearchOrder("http://a/v1", "m", attempts=attempts, tokens=1200, money=12.0, price_in=1e4)
+    first = archive(1000)
+    left = [first.budget(order, number, count, first.used()) for number in range(1, count + 1)]
+    assert sum(budget.money - budget.prompt / 100 for budget in left) == pytest.approx(2.0)
+    assert sum(budget.tokens - budget.prompt for budget in left) == pytest.approx(200, abs=count)
+    later = archive(1000, *[200 // count] * (count - 1))
+    rest = [later.budget(order, count + number, count, first.used()).tokens for number in (1, 2)]
+    assert rest == pytest.approx([200 / count, 200 if count == 1 else 0], abs=1), "of the players 0 and 1"
+
+
+def test_the_seconds_of_a_resumed_search_leave_out_the_pause(tmp_path: Path, cache: Path) -> None:
+    with serve(script) as served:
+        there = FanOut(tmp_path, cache, served.url, attempts=1, target=1000.0)
+        there.prepare()
+        there.step("begin")
+        key = there.archive.key("facts.json")
+        facts = json.loads(there.archive.store.get(key))
+        there.archive.store.put(key, json.dumps(facts | {"began": facts["began"] - 1e6}).encode())  # stopped for days
+        there.step("begin")
+    assert time.time() - there.archive.facts()["began"] < 1000
 
 
 def test_what_cannot_work_is_refused_before_a_player_begins(
