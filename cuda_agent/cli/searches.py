@@ -3,10 +3,12 @@
 The folder of the result also stands for the search: the file ``cluster.json`` in it says where the search is."""
 
 import json
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,12 +189,17 @@ def follow(cluster: Cluster, place: Place, folder: Path, as_json: bool) -> "Sear
 
 
 def _fetched(cluster: Cluster, place: Place, folder: Path) -> "SearchOutcome":
-    """Fetches the result of a search that has ended into ``folder``, in place of an older one."""
+    """Fetches the result of a search that has ended into ``folder``.  An older result is replaced only when the new one
+    is here, because ``gc`` removes results from the cluster."""
     from cuda_agent.cluster import searches
     from cuda_agent.optimize import fan_out
 
     folder.mkdir(parents=True, exist_ok=True)
-    fan_out.clear_result(folder)
-    if not searches.fetch(cluster, place.search, folder):
-        raise ConfigError(f"MLflow in namespace {cluster.namespace} has no result of the search {place.search}.")
-    return fan_out.outcome_of(folder)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as fetched:
+        if not searches.fetch(cluster, place.search, Path(fetched)):
+            kept = f" {folder} keeps what it holds." if (folder / "verdict.json").exists() else ""
+            raise ConfigError(f"MLflow in namespace {cluster.namespace} has no result of {place.search}.{kept}")
+        outcome = fan_out.outcome_of(Path(fetched))
+        fan_out.clear_result(folder)
+        shutil.copytree(fetched, folder, dirs_exist_ok=True)
+    return replace(outcome, folder=folder)

@@ -70,7 +70,11 @@ def states(cluster: Cluster) -> dict[str, str]:
     """Returns search -> phase of its newest Workflow, oldest search first."""
     flows = sorted(cluster.metadata("Workflow", SEARCH_LABEL), key=lambda about: about["creationTimestamp"])
     cells = cluster.table("Workflow", SEARCH_LABEL) if flows else {}
-    return {about["labels"][SEARCH_LABEL]: cells.get(about["name"], {}).get("Status") or "Pending" for about in flows}
+    found = {}
+    for about in flows:
+        status = {"phase": cells.get(about["name"], {}).get("Status")}
+        found[about["labels"][SEARCH_LABEL]] = phase({"metadata": about, "status": status})
+    return found
 
 
 def newest(cluster: Cluster, search: str) -> dict[str, Any] | None:

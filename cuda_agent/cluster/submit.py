@@ -272,7 +272,7 @@ def cancel(cluster: Cluster, last: dict[str, Any], now: bool) -> list[str]:
         ConfigError: The run has ended."""
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
-        raise ConfigError(f"Run {run_of(last)} has ended ({phase(last)}).")
+        raise ConfigError(f"{name} has ended ({phase(last)}).")
     waits = phase(last) == "Pending"
     change: dict[str, Any] = {"spec": {"shutdown": "Terminate" if now or waits else "Stop"}}
     if waits:

@@ -15,8 +15,9 @@ from cuda_agent.cli import main
 from cuda_agent.cli import searches as commands
 from cuda_agent.cluster import searches
 from cuda_agent.cluster.api import Cluster
-from cuda_agent.cluster.submit import CONFIG_ANNOTATION
-from cuda_agent.errors import UserError
+from cuda_agent.cluster.submit import CONFIG_ANNOTATION, STOPPED_LABEL
+from cuda_agent.errors import ConfigError, UserError
+from cuda_agent.mlflow_api import Rest
 from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.storage import open_store
 from tests.cluster.fake_api import FakeApi
@@ -176,6 +177,8 @@ def test_a_search_that_is_stopped_is_resumed_and_one_under_way_keeps_its_options
     workflow["status"]["phase"] = "Failed"
     following.join(30)
     assert found[0][0] == 75 and "The search was stopped" in found[0][1]
+    again = CliRunner().invoke(main.app, ["cancel", search])
+    assert isinstance(again.exception, ConfigError) and f"{search} has ended (Failed)" in str(again.exception)
 
 
 def test_a_search_without_a_solution_leaves_none_of_an_older_one(there: There, tmp_path: Path) -> None:
@@ -192,6 +195,26 @@ def test_a_search_without_a_solution_leaves_none_of_an_older_one(there: There, t
     code, said = optimize("--resume", str(out), "--minutes", "61")
     assert code == 75 and "refused: 401" in said
     assert not (out / "solution").exists() and not (out / "verdict.json").exists()
+
+
+def test_a_result_that_the_cluster_has_no_more_stays_in_the_folder(there: There, tmp_path: Path) -> None:
+    def answer(name: str, order: dict[str, Any]) -> None:
+        there.result(name, tmp_path / "left", FAST)
+        there.set(name, "Succeeded")
+
+    there.play(answer)
+    out = tmp_path / "out"
+    assert optimize(str(MODEL), "--on", "fake", "--model", "m", "--output", str(out))[0] == 0
+    files = {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (search,) = {name for kind, name in there.api.objects if kind == "workflows"}
+    del there.api.objects["workflows", search]
+    api = Rest(there.mlflow)
+    for row in api.find(api.experiments(), searches.TAG, search):
+        api.delete(row.run_id)
+    code, said = optimize("--resume", str(out))
+    assert code == 78 and f"has no result of {search}. {out} keeps what it holds." in said
+    assert {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+    assert [path.name for path in tmp_path.glob(".out-*")] == []
 
 
 @pytest.mark.parametrize(
@@ -246,13 +269,14 @@ def test_runs_lists_searches_with_the_state_of_their_newest_workflow(there: Ther
         ("s-r2", "Running", "3"),
         ("t", "Succeeded", "2"),
         ("u", "", "4"),
+        ("v", "Succeeded", "5"),
     ):
         made = f"2026-11-0{created}T00:00:00Z"
-        labels = {searches.SEARCH_LABEL: name.removesuffix("-r2")}
+        labels = {searches.SEARCH_LABEL: name.removesuffix("-r2")} | ({STOPPED_LABEL: "yes"} if name == "v" else {})
         there.api.add("Workflow", name, labels, status={"phase": phase}, metadata={"creationTimestamp": made})
     done = CliRunner().invoke(main.app, ["runs", "--on", "."])
     assert [line for line in done.output.splitlines() if line.startswith("search ")] == [
-        "search s: running", "search t: succeeded", "search u: pending",
+        "search s: running", "search t: succeeded", "search u: pending", "search v: failed",
     ]  # fmt: skip
 
 
