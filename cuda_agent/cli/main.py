@@ -4,15 +4,13 @@ Commands import their dependencies inside their functions, so that ``--help`` an
 can fix is printed without a traceback.  Exit codes: 75 try again later, 76 budget used, 78 wrong configuration
 or input, 79 result not good enough."""
 
-import difflib
 import json
 import os
 import sys
-import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -21,29 +19,26 @@ from cuda_agent.cli.cluster import commands as cluster_commands
 from cuda_agent.cli.episodes import commands as episodes_commands
 from cuda_agent.cli.optimize import commands as optimize_commands
 from cuda_agent.cli.options import (
-    STORE,
     AsJson,
     Device,
     ModelFile,
     Overrides,
     SolutionFolder,
     SolutionFormat,
-    StoreOption,
     TrainMode,
     command,
-    command_group,
     composed,
     print_json,
     show,
     with_train_mode,
 )
-from cuda_agent.cli.places import open_existing
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
+from cuda_agent.cli.tasks import tasks_app
 from cuda_agent.cli.tune import tune_commands
 from cuda_agent.cli.upkeep import commands as upkeep_commands
-from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TaskError
+from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 
 app = typer.Typer(
     name="cuda-agent",
@@ -53,8 +48,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-tasks_app = command_group("Show, import and check task sets.")
-MOST_DROPPED = 10  # dropped items of an import that are listed
 
 
 def main() -> None:
@@ -249,116 +242,6 @@ def evaluate_set(
     files = {name: str(folder / file) for name, file in sets.FILES.items()}
     show(as_json, result.to_json() | files, [*sets.result_lines(result), "", *files.values()])
     sys.exit(75 if any(row.outcome == "infra" for row in result.rows) else 0)
-
-
-@command(
-    tasks_app, "cuda-agent tasks show KernelBench/", "cuda-agent tasks show tasks.parquet relu_sum-0003", name="show"
-)
-def tasks_show(
-    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, or one model.py")],
-    name: Annotated[str | None, Argument(help="name of the task whose code is printed [default: list all]")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the tasks of a set, or print the code of one."""
-    from cuda_agent.tasks.io import read_any
-
-    tasks = read_any(source)
-    if name is not None:
-        chosen = next((task for task in tasks if task.name == name), None)
-        if chosen is None:
-            close = difflib.get_close_matches(name, [task.name for task in tasks], n=1)
-            raise TaskError(f"{source}: no task {name}." + (f" Did you mean {close[0]}?" if close else ""))
-        print_json(asdict(chosen)) if as_json else print(chosen.code)
-    elif as_json:
-        print_json([asdict(task) for task in tasks])
-    else:
-        for task in tasks:
-            print(f"{task.name:32} {task.split:8} {task.family:10} {task.data_source:14} {', '.join(task.ops)}")
-        print(f"{len(tasks)} tasks")
-
-
-@command(
-    tasks_app,
-    "cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/",
-    "cuda-agent tasks import last my-tasks/",
-    name="import",
-)
-def tasks_import(
-    source: Annotated[Path, Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py, or a run's name")],
-    folder: Annotated[Path, Argument(help="folder for the new task set")],
-    store: StoreOption = STORE,
-    as_json: AsJson = False,
-) -> None:
-    """Import tasks into a task set.
-
-    Drop invalid files and duplicates. Find each task's operators in its code, and ignore any list of operators in the
-    source. A source that is no file and no path is a run of --store, or `last`; its tasks keep their split."""
-    from cuda_agent.tasks.io import import_tasks
-
-    with tempfile.TemporaryDirectory() as held:
-        if not source.exists() and len(source.parts) == 1 and not source.suffix:
-            imported = import_tasks(_tasks_of(str(source), store, Path(held) / "tasks"), folder)
-        else:
-            imported = import_tasks(source, folder)
-    count, dropped = len(imported.tasks), imported.dropped
-    if as_json:
-        print_json({"tasks": count, "folder": str(folder), "dropped": dropped, "copies": imported.copies})
-        return
-    print(f"{count} tasks in {folder / 'tasks.parquet'}")
-    if imported.copies:
-        print(f"dropped as copies: {imported.copies}")
-    if dropped:
-        print(f"dropped as no task: {len(dropped)}")
-        print("\n".join(f"  {line}" for line in dropped[:MOST_DROPPED]))
-    if len(dropped) > MOST_DROPPED:
-        print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
-
-
-def _tasks_of(run: str, store: str, folder: Path) -> Path:
-    """Writes the task set of a run to ``folder``, and returns it."""
-    from cuda_agent.pipeline import manifest, runs
-
-    opened = open_existing(store)
-    name = runs.find_run(opened, run).name
-    if (made := manifest.read_manifest(opened, name, "synthesis")) is None:
-        raise ConfigError(f"run {name} has not finished its stage synthesis")
-    opened.get_folder(made.outputs["tasks"], folder)
-    return folder
-
-
-@command(
-    tasks_app, "cuda-agent tasks lint KernelBench/level1", "cuda-agent tasks lint my-tasks/ --csv lint.csv", name="lint"
-)
-def tasks_lint(
-    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, or one model.py")],
-    overrides: Overrides = None,
-    table: Annotated[
-        Path | None, Option("--csv", help="CSV file to write: a row for each task and wrong answer")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find tasks that accept wrong answers.
-
-    Try wrong answers on each task of a set, such as a constant, a copy of an input, or a result that ignores inputs
-    or weights. Print the wrong answers that each task accepts. Exit code 1: a task accepts a wrong answer, or does
-    not run. Overrides change settings of the sandbox, as in sandbox.tolerance=1e-4 sandbox.run_seconds=60."""
-    from cuda_agent.optimize.evaluation import run_to_end
-    from cuda_agent.sandbox.client import open_sandbox
-    from cuda_agent.synthesis import lint
-    from cuda_agent.tasks.io import read_any
-
-    settings, cache = composed(overrides)
-    tasks = read_any(source)
-
-    async def probe_all() -> Any:
-        async with open_sandbox(settings.sandbox, cache) as sandbox:
-            return await lint.lint(tasks, sandbox, lambda line: print(line, file=sys.stderr))
-
-    probes = run_to_end(probe_all())
-    if table:
-        lint.write_csv(table, probes)
-    show(as_json, lint.to_json(probes), lint.lint_lines(probes, settings.sandbox.tolerance))
-    sys.exit(int(any(probe.error or probe.lets_through for probe in probes.values())))
 
 
 @command(

@@ -16,7 +16,6 @@ from cuda_agent.pages.charts import factor
 from cuda_agent.pages.judged_set import THRESHOLDS
 from cuda_agent.pages.page import plural
 from cuda_agent.pipeline import runs
-from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.rl.scores import Scores, fast_p, score, write_scores
 from cuda_agent.sandbox.wire import Verdict, printable
@@ -61,8 +60,8 @@ def policy_folder(text: str, store_uri: str) -> tuple[Path, Format | None]:
     a stage of a training run made.  That policy is copied from the store at ``store_uri`` into a local folder.
 
     Raises:
-        BenchmarkError: ``text`` is no folder, and the store or the stage's policy does not exist.
-        ConfigError: No run or several runs match ``RUN``."""
+        BenchmarkError: ``text`` is no folder, and the store does not exist.
+        ConfigError: No run or several runs match ``RUN``, or the stage has made no policy."""
     folder = Path(text)
     if folder.is_dir():
         return folder, None
@@ -77,12 +76,9 @@ def policy_folder(text: str, store_uri: str) -> tuple[Path, Format | None]:
         )
     store = open_store(store_uri)
     record = runs.find_run(store, run)
-    manifest = read_manifest(store, record.name, stage)
-    if manifest is None or "policy" not in manifest.outputs:
-        raise BenchmarkError(f"benchmark: stage {stage} of run {record.name} has made no policy.")
     target = runs.local_home(store_uri) / "policies" / f"{record.name}-{stage}"
     shutil.rmtree(target, ignore_errors=True)
-    store.get_folder(manifest.outputs["policy"], target)
+    runs.fetch_output(store, record, stage, "policy", target)
     return target, runs.read_config(store, record.config).sandbox.format
 
 

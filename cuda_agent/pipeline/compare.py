@@ -159,6 +159,8 @@ def why_missed(store: Store, run: str | None, stage: Stage, identity: Identity) 
         changes.append(_names("environment", names))
     if before.device != identity.device:
         changes.append(f"device {before.device} -> {identity.device}")
+    if not changes and "task_sets" in identity.config:
+        changes = ["files of a task set"]
     return f"changed since run {run}: {'; '.join(changes)}"
 
 
@@ -167,7 +169,7 @@ def _changed_settings(store: Store, sha256: str, stage: Stage, identity: Identit
         before = flat_values(section_values(read_config(store, sha256), stage.config))
     except (ConfigError, StoreDamaged):  # of another version, or removed
         return ["perhaps the configuration, which is unknown"]
-    after = flat_values(identity.config)
+    after = flat_values({name: value for name, value in identity.config.items() if name != "task_sets"})
     changed = [f"{key} {before.get(key)} -> {after.get(key)}" for key in _changed(before, after)]
     return [*changed[:_NAMES], *([f"{len(changed) - _NAMES} more keys"] if len(changed) > _NAMES else [])]
 

@@ -95,7 +95,8 @@ def _task_sets(config: Config) -> dict[str, dict[str, str]]:
     for key, place in named.items():
         if place:
             path = Path(place)
-            files = [path] if path.is_file() else [file for kind in TASK_FILES for file in path.rglob(f"*{kind}")]
+            under = [Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names]
+            files = [path] if path.is_file() else [file for file in under if file.suffix in TASK_FILES]
             found[key] = {file.relative_to(path).as_posix(): file_sha256(file) for file in files if file.is_file()}
     return found
 

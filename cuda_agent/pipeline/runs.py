@@ -250,6 +250,18 @@ def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, 
     return {name: manifest for name, manifest in zip(names, found, strict=True) if manifest is not None}
 
 
+def fetch_output(store: Store, run: Run, stage: str, output: str, folder: Path) -> Path:
+    """Copies an output, such as ``policy``, of a stage of ``run`` from the store to ``folder``, and returns ``folder``.
+
+    Raises:
+        ConfigError: The stage has not finished in this run, or has no such output."""
+    manifest = read_manifest(store, run.name, stage)
+    if manifest is None or output not in manifest.outputs:
+        raise ConfigError(f"stage {stage} of run {run.name} has made no {output}")
+    store.get_folder(manifest.outputs[output], folder)
+    return folder
+
+
 def lock_path(home: Path, store: Store, sha256: str) -> Path:
     return home / "locks" / f"run-{hashlib.sha256(store.uri.encode()).hexdigest()[:8]}-{sha256[:24]}"
 

@@ -14,6 +14,7 @@ also saves a checkpoint after each candidate."""
 import asyncio
 import contextlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,19 @@ from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.spans import opened
+from cuda_agent.synthesis.card import refusals
 from cuda_agent.synthesis.synthesize import optima, synthesize
 from cuda_agent.synthesis.teacher.design_sweep import Sweep
 from cuda_agent.synthesis.teacher.optimum import write_optima
 from cuda_agent.tasks.io import write_tasks
+from cuda_agent.tasks.task import Task
 
 KNOWN = "known.json"
 RESULTS = 200  # probes and sweeps between two checkpoints, if there are sweeps
+_NONE_REFUSED = (
+    "No task was refused: there are too few, or all their combinations of operators are in the other split. See "
+    "synthesis.train, synthesis.heldout and synthesis.seed. A set with both splits keeps them."
+)
 
 
 def run(ctx: StageContext) -> None:
@@ -72,8 +79,7 @@ async def _run(ctx: StageContext) -> None:
             report=report,
             sweep=sweep,
         )
-    if not any(task.split == "train" for task in tasks):
-        raise BadConfiguration(f"No task passed the filters of synthesis. What they refused: {card['yield']}")
+    check_splits(tasks, card)
     for kind, missing in card["short"].items():
         ctx.tracker.note(f"synthesis is {missing} short of {kind} tasks: candidates or compilations ran out")
     if left_out := card["left_out"]:
@@ -86,6 +92,14 @@ async def _run(ctx: StageContext) -> None:
     _write(folder / "card.json", card)
     if sweep:
         write_optima(folder, optima(tasks, known))
+
+
+def check_splits(tasks: Sequence[Task], card: Mapping[str, Any]) -> None:
+    """Raises BadConfiguration if there is no training task or no held-out task; later stages need both."""
+    for split, kind in (("train", "training"), ("heldout", "held-out")):
+        if not any(task.split == split for task in tasks):
+            why = f"Refused: {refused}." if (refused := refusals(card)) else _NONE_REFUSED
+            raise BadConfiguration(f"Synthesis has no {kind} task, and {len(tasks)} others. {why}")
 
 
 def _write(path: Path, value: Any) -> None:

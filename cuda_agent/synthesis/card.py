@@ -53,3 +53,16 @@ def data_card(
             name: {"eager_seconds": eager, "compile_seconds": compiled} for name, (eager, compiled) in times.items()
         },
     }
+
+
+def refusals(card: Mapping[str, Any]) -> str:
+    """Returns the data card's refused candidates as text, such as "runs in eager: 3 of 4 candidates of given", and the
+    most frequent reason of each family; "" if none was refused."""
+    said = [
+        f"{row['filter']}: {row['dropped']} of {row['entered']} candidates of {family}"
+        for family, rows in card["yield"].items()
+        for row in rows
+        if row["dropped"]
+    ]
+    reasons = [f"most often: {next(iter(found))}" for found in card["reasons"].values() if found]
+    return "; ".join([*said, *reasons])

@@ -4,10 +4,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from random import Random
 
+from cuda_agent.errors import TaskError
 from cuda_agent.synthesis.compose import Composer
-from cuda_agent.synthesis.teacher.family import is_heldout, sample_task
+from cuda_agent.synthesis.teacher.family import is_heldout, parse, sample_task
+from cuda_agent.tasks.io import check_names, read_any
 from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
@@ -102,6 +105,27 @@ class Stream:
         """The estimated share of the candidates of ``kind`` that pass all filters. Before the first one, it is 1."""
         passed = sum(counts[kind] for counts in self.kinds.values())
         return (passed + 1) / (passed + self.failed[kind] + 1)
+
+
+def read_given(path: Path) -> list[Task]:
+    """Returns the tasks of a set that takes the place of new tasks. A task of the teacher's family that this version of
+    the teacher cannot solve gets the family "given".
+
+    Raises:
+        TaskError: The set cannot be read, two tasks share a name, or a split is neither "train" nor "heldout"."""
+    tasks = read_any(path)
+    check_names(tasks)
+    for task in tasks:
+        if task.split not in ("train", "heldout"):
+            raise TaskError(f"{path}: task {task.name}: expected the split train or heldout, got {task.split!r}")
+    return [replace(task, family="given") if _is_unknown(task) else task for task in tasks]
+
+
+def _is_unknown(task: Task) -> bool:
+    try:
+        return task.family == "teacher" and not parse(task)
+    except ValueError:
+        return True
 
 
 class FamilyWriter:

@@ -43,7 +43,7 @@ from cuda_agent.synthesis.filters import (
 )
 from cuda_agent.synthesis.layers import LAYERS
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
-from cuda_agent.synthesis.stream import FamilyWriter, Stream
+from cuda_agent.synthesis.stream import FamilyWriter, Stream, read_given
 from cuda_agent.synthesis.teacher.family import combination, ending, ops_combination
 from cuda_agent.synthesis.teacher.optimum import DesignSearch, Optimum, Swept, optimum_from_json, swept_from_json
 from cuda_agent.tasks.inspect import problems
@@ -93,7 +93,7 @@ async def synthesize(
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
     source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
     total = config.train + config.heldout + config.catalogue
-    given = read_any(Path(config.tasks)) if config.tasks else []
+    given = read_given(Path(config.tasks)) if config.tasks else []
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
     work.sweep, work.ahead, work.most = sweep, AHEAD[device], config.max_candidates
     if config.tasks:
@@ -253,7 +253,8 @@ class _Work:
             with contextlib.suppress(ComposeError):
                 task = await self._compose(stream, number)
                 split, drawn = self._side(stream, number, task), stream.combination(task)
-                if split is None or drawn in combinations or (key := _key(task.code)) is None or key in keys:
+                taken = bool(stream.composer) and drawn in combinations
+                if split is None or taken or (key := _key(task.code)) is None or key in keys:
                     if number == index:
                         return
                     continue

@@ -34,8 +34,7 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if repeated := [name for name, count in Counter(task.name for task in tasks).items() if count > 1]:
-        raise TaskError(f"task names are not unique: {', '.join(repeated[:5])}")
+    check_names(tasks)
     text = pa.string()
     schema = pa.schema([("ops", pa.list_(text)), *((column, text) for column in (*PUBLISHED[1:], *OWN))])
     table = pa.Table.from_pylist([vars(task) for task in tasks], schema)
@@ -46,6 +45,12 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
         os.replace(written, folder / FILE)
     except OSError as error:
         raise TaskError(f"{folder}: cannot be written: {error.strerror or error}") from None
+
+
+def check_names(tasks: Sequence[Task]) -> None:
+    """Raises TaskError if two tasks share a name."""
+    if repeated := [name for name, count in Counter(task.name for task in tasks).items() if count > 1]:
+        raise TaskError(f"task names are not unique: {', '.join(repeated[:5])}")
 
 
 @span("read tasks")

@@ -396,14 +396,16 @@ def test_the_tasks_of_a_run_are_imported_with_their_split(store, tmp_path):
     facts = {"seconds": 1.0, "finished": "2026-01-01T00:00:00Z", "device": None, "inputs": {}}
     texts = dict.fromkeys(("key", "code", "environment", "config", "metrics"), "")
     ended = call("tasks", "import", "last", tmp_path / "set", "--store", store)
-    assert ended.returncode == 78 and f"run {name} has not finished its stage synthesis" in ended.stderr
+    assert ended.returncode == 78 and f"stage synthesis of run {name} has made no tasks" in ended.stderr
     made = Manifest("synthesis", name, **texts, **facts, outputs={"tasks": opened.put_folder(tmp_path / "made")})
     opened.put(manifest_entry(name, "synthesis"), made.to_bytes())
     assert "1 tasks in" in ask("tasks", "import", "last", tmp_path / "set", "--store", store)
     (task,) = read_tasks(tmp_path / "set")
     assert (task.name, task.family, task.split) == ("a", "teacher", "heldout")
-    ended = call("tasks", "import", "nosuch", tmp_path / "set", "--store", store)
-    assert ended.returncode == 78 and name in ended.stderr
+    for wrong in ("nosuch", "KernelBench/", "v1.2"):
+        ended = call("tasks", "import", wrong, tmp_path / "set", "--store", store)
+        assert ended.returncode == 78 and name in ended.stderr
+        assert f"{wrong.rstrip('/')}: no such file or folder, and no run" in ended.stderr
     ended = call("tasks", "import", "no/such", tmp_path / "set", "--store", store)
     assert ended.returncode == 78 and "no such file" in ended.stderr
 

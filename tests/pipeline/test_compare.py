@@ -1,6 +1,7 @@
 """Two runs that differ, the runs of a sweep, and the reason why a stage is not in the cache."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +153,22 @@ def test_many_changed_keys_are_counted(store: Store) -> None:
     changes = {"critic": {"epochs": 7, "lr": 7e-5, "tokens_per_step": 7777}, "policy": {"layers": 7}, "seed": 7}
     found = compare.why_missed(store, "a", STAGE, asked(Config.model_validate(changes)))
     assert found.startswith("changed since run a: critic.epochs ") and found.endswith("; 2 more keys")
+
+
+def test_a_changed_file_of_a_task_set_is_a_reason(store: Store, tmp_path: Path) -> None:
+    stage = next(row for row in ROWS if row.name == "synthesis")
+    config = Config.model_validate({"synthesis": {"tasks": str(tmp_path / "set")}})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "level1").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "a.py").write_text("x = 1")
+    finished(store, config, stage=stage)
+    (tmp_path / "elsewhere" / "a.py").write_text("x = 2")
+    now = identify(stage, config, {"policy": "p", "episodes": "e"})
+    assert compare.why_missed(store, "a", stage, now) == "changed since run a: files of a task set"
+    other = Config.model_validate({"synthesis": {"tasks": str(tmp_path / "set"), "train": 3}})
+    found = compare.why_missed(store, "a", stage, identify(stage, other, {"policy": "p", "episodes": "e"}))
+    assert found == f"changed since run a: synthesis.train {Config().synthesis.train} -> 3"
 
 
 def test_changed_files_and_packages_are_named_where_they_are_known(store: Store) -> None:
