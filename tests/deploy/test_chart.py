@@ -43,6 +43,8 @@ from tests.deploy.charts import (
 from tests.deploy.value_fields import field_of
 from tests.mlflow_server import serving
 
+GVISOR_ON_MIG = {"runtimeClassName": "gvisor", "resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}
+
 ARGO_KINDS = ("WorkflowTemplate", "CronWorkflow")
 OPERATORS_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
 PROFILES = ("cpu", "gpu", "search-cpu", "search-gpu")  # their templates: for runs and for searches
@@ -167,6 +169,14 @@ def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
                 },
             ),
             "gVisor does not support MIG",
+        ),
+        (
+            merged(ALONE, {"profiles": {"gpu": {"pools": {"evaluate": GVISOR_ON_MIG}}}}),
+            "profiles.gpu.pools.evaluate: gVisor does not support MIG",
+        ),
+        (
+            merged(ALONE, {"mlflow": {"artifacts": "s3://other/m"}}),
+            "choose a folder of it, as in s3://cuda-agent/mlflow",
         ),
         (
             merged(ALONE, {"profiles": {"cpu": {"stages": {"rft": {"resources": {"limits": {"cpu": "7"}}}}}}}),

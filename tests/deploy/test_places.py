@@ -116,9 +116,9 @@ def mlflow(values: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 @needs_helm
 def test_mlflow_keeps_artifacts_in_the_store_with_its_keys():
-    pod, items = mlflow(merged(ALONE, {"mlflow": {"artifacts": "s3://b/mlflow"}}))
+    pod, items = mlflow(merged(ALONE, {"mlflow": {"artifacts": "s3://cuda-agent/mlflow"}}))
     (container,) = pod["containers"]
-    assert "--artifacts-destination=s3://b/mlflow" in container["args"]
+    assert "--artifacts-destination=s3://cuda-agent/mlflow" in container["args"]
     env = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
     assert env["AWS_ENDPOINT_URL"] == "http://r-cuda-agent-minio:9000" and env["AWS_DEFAULT_REGION"] == "us-east-1"
     assert env["AWS_SECRET_ACCESS_KEY"]["secretKeyRef"]["name"] == "r-cuda-agent-minio"
@@ -140,7 +140,7 @@ def test_mlflow_with_the_volume_neither_has_the_stores_keys_nor_reaches_it():
 
 @needs_helm
 def test_mlflow_with_a_database_and_the_store_needs_no_volume():
-    own = {"artifacts": "s3://b/mlflow", "backendUri": "postgresql://m@db/m", "backendSecret": "db"}
+    own = {"artifacts": "s3://cuda-agent/mlflow", "backendUri": "postgresql://m@db/m", "backendSecret": "db"}
     pod, items = mlflow(merged(ALONE, {"mlflow": own}))
     assert {"name": "data", "emptyDir": {}} in pod["volumes"]
     assert not of_kind(items, "PersistentVolumeClaim", "mlflow")
@@ -157,7 +157,10 @@ def test_mlflow_takes_the_role_of_the_store_and_trusts_its_authority():
     (container,) = pod["containers"]
     env = {one["name"]: one.get("value") for one in container["env"]}
     assert env["AWS_ROLE_ARN"] and "AWS_ACCESS_KEY_ID" not in env
-    assert env["AWS_CA_BUNDLE"] == "/etc/cuda-agent/ca/ca.crt"
+    joins = 'cat "$(python3 -m certifi)" /etc/cuda-agent/ca/ca.crt >"$AWS_CA_BUNDLE"'
+    assert joins in container["command"][-2] and env["AWS_CA_BUNDLE"].startswith("/tmp/"), (
+        "boto3 trusts this file alone"
+    )
     mounted = {one["name"] for one in container["volumeMounts"]}
     assert {"store-token", "private-ca"} <= mounted <= {one["name"] for one in pod["volumes"]}
     assert pod["serviceAccountName"] == "r-cuda-agent-stage" and pod["automountServiceAccountToken"] is False

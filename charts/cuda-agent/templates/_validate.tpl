@@ -16,6 +16,9 @@
 {{- if and $v.mlflow.enabled $v.tracking.uri -}}
 {{- fail "mlflow.enabled and tracking.uri: one MLflow is enough; leave one of them out." -}}
 {{- end -}}
+{{- if and $v.minio.enabled $v.mlflow.enabled $v.mlflow.artifacts (not (regexMatch (printf "^s3://%s(/|$)" (regexQuoteMeta $v.store.bucket)) $v.mlflow.artifacts)) -}}
+{{- fail (printf "mlflow.artifacts: the chart's MinIO has one bucket; choose a folder of it, as in s3://%s/mlflow." $v.store.bucket) -}}
+{{- end -}}
 {{- if and $v.mlflow.backendUri (not $v.mlflow.backendSecret) -}}
 {{- fail "mlflow.backendUri: needs mlflow.backendSecret, a secret with the key password." -}}
 {{- end -}}
@@ -39,8 +42,10 @@
 {{- if has $name (list "doctor" "gc" "gc-plan" "pin" "unpin") -}}
 {{- fail (printf "profiles.%s: the chart already has a template of that name; choose another name for the profile." $name) -}}
 {{- end -}}
-{{- if and $v.sandbox.runtimeClassName (contains "gvisor" $v.sandbox.runtimeClassName) (contains "nvidia.com/mig" ($profile.pools | toJson)) -}}
-{{- fail (printf "profiles.%s.pools: gVisor does not support MIG; give evaluate whole GPUs, or another runtimeClassName." $name) -}}
+{{- range $pool, $place := $profile.pools -}}
+{{- if and (contains "gvisor" (default $v.sandbox.runtimeClassName $place.runtimeClassName)) (contains "nvidia.com/mig" ($place | toJson)) -}}
+{{- fail (printf "profiles.%s.pools.%s: gVisor does not support MIG; give it whole GPUs, or another runtimeClassName." $name $pool) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $profile.queuePriority (not $profile.queue) -}}
 {{- fail (printf "profiles.%s.queuePriority: only Kueue reads it; name a LocalQueue in profiles.%s.queue." $name $name) -}}
