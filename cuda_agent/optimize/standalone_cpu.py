@@ -10,7 +10,7 @@ from typing import Any as _Any
 import torch
 
 from cuda_agent import machine as _machine
-from cuda_agent.optimize.standalone_plan import _built, _Kernels
+from cuda_agent.optimize.standalone_plan import _built, _Kernels, _loaded
 
 
 class _Node(_ctypes.Structure):
@@ -27,9 +27,10 @@ class _OnCpu(_Kernels):
     def prepare(self) -> None:
         super().prepare()
         program = self.program
-        self.runtime = _ctypes.CDLL(self._library({"runtime.cpp": program["runtime"]}, "runtime.cpp"))
+        runtime = self._library({"runtime.cpp": program["runtime"]}, "runtime.cpp")
+        self.runtime = _loaded(_ctypes.CDLL, runtime)
         self.runtime.run.argtypes = [_ctypes.c_void_p, _ctypes.c_long]
-        kernels = _ctypes.CDLL(self._library(self.sources, "unit.cpp")) if self.sources else None
+        kernels = _loaded(_ctypes.CDLL, self._library(self.sources, "unit.cpp")) if self.sources else None
         self.keep: list[_Any] = []
         self.patches: list[tuple[_Any, _Any, str, int]] = []  # addresses that change by call
         self.steps: list[_Any] = []

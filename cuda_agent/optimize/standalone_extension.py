@@ -10,7 +10,7 @@ from typing import Any as _Any
 import torch
 
 from cuda_agent import machine as _machine
-from cuda_agent.optimize.standalone_plan import _built, _lock
+from cuda_agent.optimize.standalone_plan import _built, _loaded, _lock
 from cuda_agent.sandbox.build import toolchain as _toolchain
 from cuda_agent.sandbox.worker import binding as _binding
 
@@ -31,7 +31,7 @@ def _extension(files: dict[str, str], units: list[str], device: str, flags: list
     command = [*_compiler(device, uses), *flags, *units, "-shared", "-o", "library.so"]
     identity = _machine.processor() if device == "cpu" else ""
     library = str(_built(files, command, "library.so", identity) / "library.so")
-    module = _binding.load_module(library, _Fresh(device))  # type: ignore[arg-type]
+    module = _loaded(_binding.load_module, library, _Fresh(device))
     for name, function in list(vars(module).items()):
         if callable(function):
             setattr(module, name, _checked(function, device))

@@ -153,6 +153,17 @@ def _module(name: str, source: str) -> _Any:
     return module
 
 
+def _loaded(load: _Any, *arguments: _Any) -> _Any:
+    """Returns ``load(*arguments)``, which loads a library.  A library that is linked with ``-ffast-math`` turns off
+    denormals (numbers next to zero) in the thread that loads it; if they were on, this function turns them on again."""
+    on = _sys.float_info.min / 2 > 0
+    try:
+        return load(*arguments)
+    finally:
+        if on:
+            torch.set_flush_denormal(False)
+
+
 def _nested(form: _Any, outputs: _Any) -> _Any:
     if isinstance(form, torch.Tensor):
         return next(outputs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from chat_server import said
-from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, SharedSandbox
+from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE
 
 from cuda_agent.errors import UserError
 from cuda_agent.optimize.lessons import (
@@ -24,22 +24,9 @@ from cuda_agent.optimize.lessons import (
     standard_path,
     stated,
 )
-from tests import made_once
 
 TEXT = "Keep a whole row in registers, so that memory is read once."
 LESSON = Lesson(("softmax", "mul"), "memory", "cuda", 2.31, TEXT)
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    return made_once.share(tmp_path_factory.mktemp("lessons") / "cache")
-
-
-@pytest.fixture(scope="session")
-def shared(cache):
-    shared = SharedSandbox(cache)
-    yield shared
-    shared.close()
 
 
 def lesson(*ops, limiter="", factor=2.0, text=TEXT):

@@ -5,22 +5,15 @@ import json
 
 import pytest
 from chat_server import turn_of
-from optimizing import KERNEL, PROFILE, WRITE, SharedSandbox
+from optimizing import KERNEL, PROFILE, WRITE
 from quirks import ALONE, WAYS, chunk, stream
 
 from cuda_agent.agent.progress import read_events
 from cuda_agent.optimize.screen import plain
-from tests import by_day, made_once
+from tests import by_day
 
 TURNS = [("I write.", WRITE["calls"]), ("I measure.", PROFILE["calls"]), ("Done.", [])]
 SINGLE = [*((text, [call]) for text, calls in TURNS for call in calls), TURNS[-1]]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    shared = SharedSandbox(made_once.share(tmp_path_factory.mktemp("quirks") / "cache"))
-    yield shared
-    shared.close()
 
 
 def playing(way, turns=TURNS, **how):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from chat_server import call, said, serve, turn_of
-from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, SharedSandbox, plan
+from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, plan
 
 from cuda_agent.agent.progress import NO_TARGET, Findings, Goal, Transcript, factor, read_events, replayed
 from cuda_agent.agent.tools import TOOLS
@@ -29,19 +29,6 @@ from cuda_agent.tasks.task import Task
 from tests import made_once
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory):
-    """Baselines and builds are made once."""
-    return made_once.share(tmp_path_factory.mktemp("optimize") / "cache")
-
-
-@pytest.fixture(scope="session")
-def shared(cache):
-    shared = SharedSandbox(cache)
-    yield shared
-    shared.close()
 
 
 def test_a_model_that_works_gets_a_folder_with_everything(run):

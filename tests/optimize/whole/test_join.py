@@ -124,7 +124,7 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("format", SOLUTIONS)
 def test_the_model_with_replaced_parts_has_the_same_weights_and_outputs(part, format, tmp_path):
-    """In another process: kernels linked with -ffast-math turn off denormals in the process that loads them."""
+    """In another process, as a user's: this one imports no code of the solution."""
     solution = joined(MODEL, [(part, SOLUTIONS[format], SPEC)], "cpu", False)
     assert solution.format == "python" and problems(MODEL) == []
     (tmp_path / "model_new.py").write_text(solution.files["model_new.py"])

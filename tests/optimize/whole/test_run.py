@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chat_server import call, serve, turn_of
-from optimizing import DONE, PROFILE, SANDBOX, TERMS, SharedSandbox
+from optimizing import DONE, PROFILE, SANDBOX, TERMS
 
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
@@ -20,7 +20,6 @@ from cuda_agent.optimize import search
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder
 from cuda_agent.optimize.whole import run as whole_run
 from cuda_agent.policy.served import ServedModelError
-from tests import made_once
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[3]
@@ -131,18 +130,6 @@ def part_of(request):
 
 def script(request):
     return [[ANSWERS[part_of(request)]], [PROFILE], DONE][min(turn_of(request), 2)]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return made_once.share(tmp_path_factory.mktemp("whole") / "cache")
-
-
-@pytest.fixture(scope="module")
-def shared(cache):
-    shared = SharedSandbox(cache)
-    yield shared
-    shared.close()
 
 
 class Whole:
