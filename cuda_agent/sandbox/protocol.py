@@ -40,7 +40,7 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f/\\]+(/[^\x00-\x1f\x7f/\\]+)*")
 # Settings that client and server must share: under other settings a verdict differs.
 AGREED = (
     "device", "clock", "threads", "checks", "input_kinds", "tolerance", "timed_calls", "build_seconds", "run_seconds",
-    "memory_mb", "train_mode",
+    "first_pass_seconds", "memory_mb", "train_mode",
 )  # fmt: skip
 
 Asked = dict[str, str | bool | int | float | list[str]]  # settings by name

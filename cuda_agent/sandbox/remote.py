@@ -30,7 +30,7 @@ from cuda_agent.tasks.task import Task
 
 ATTEMPTS = 4  # most attempts to complete a job; each lost one counts
 UNREACHABLE_SECONDS = 60.0  # longest time without a ready server before ``infra`` or SandboxUnready
-FULL_SECONDS = 3600.0  # the longest wait for a free slot
+FULL_SECONDS = 3600.0  # the longest wait for a free slot, or for a server that starts
 _POLL_SECONDS = 20.0
 _SILENCE_SECONDS = 30.0  # a server that is silent this long after the agreed time counts as gone
 _JITTER = 0.3  # random extension of a wait, as a share of it
@@ -231,7 +231,7 @@ class RemoteSandbox:
         """Posts ``body`` to the first available server in the list ``order()``. Waits while no server is available.
         Skips the servers in ``failed``, unless all servers are in ``failed``. Returns the server and its answer, which
         must have the keys ``needs``. Raises ``_Lost`` or ``SandboxUnready`` if no server takes the request within
-        ``FULL_SECONDS``, or within ``UNREACHABLE_SECONDS`` if no server is full. Also raises ``_Refused`` and
+        ``FULL_SECONDS``, or within ``UNREACHABLE_SECONDS`` if none is full or starts. Also raises ``_Refused`` and
         ``SandboxUnready`` as ``_send`` does."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
@@ -247,7 +247,7 @@ class RemoteSandbox:
                 except _Away as away:
                     told[free.address] = away.until
                     continue
-            if any(server.kind == "full" for server in fresh):
+            if any(server.kind in ("full", "starting") for server in fresh):
                 hope = now
             if now - hope >= UNREACHABLE_SECONDS or now - begun >= FULL_SECONDS:
                 reasons = "; ".join(server.reason for server in servers)

@@ -1,6 +1,5 @@
 """Computes the cache key of the verdict on a solution: a hash of everything that the verdict depends on."""
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -32,12 +31,7 @@ def verdict_key(config: SandboxConfig, made: Sequence[str], task: Task, solution
 
 def software(device: str) -> list[str]:
     """Returns the versions of torch and of the compilers that solutions for ``device`` may use."""
-    found = [importlib.metadata.version("torch")]
-    finders = (toolchain.find_nvrtc, toolchain.find_nvcc) if device == "cuda" else ()
-    for find in (toolchain.find_toolchain, *finders):
-        with contextlib.suppress(toolchain.CompilerMissing):
-            found.append(find().identity)
-    return found
+    return [importlib.metadata.version("torch"), *toolchain.compilers(device)]
 
 
 @lru_cache

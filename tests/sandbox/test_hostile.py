@@ -51,6 +51,14 @@ def test_messages_of_untrusted_code_are_one_line_that_can_be_shown(running: Runn
     assert first_errors("k.cpp:1:1: error: \x1b[2Jno\n").isprintable()
 
 
+def test_a_message_with_a_long_line_holds_nobody_up() -> None:
+    """It took the square of the line's length: minutes, in which the whole process stood still."""
+    line = " " * 500_000
+    shown = first_errors(f"k.cpp:1:1: error: static assertion failed:\n{line}^\n 12 |   int x;\n")
+    assert shown == "k.cpp:1:1: error: static assertion failed:\n    int x;"
+    assert len(first_errors(f"k.cpp:1:1: error: {line}x\n    y{line}z\n")) <= 1200
+
+
 @pytest.mark.parametrize(
     ("output", "words"),
     [

@@ -238,6 +238,16 @@ def test_a_server_that_does_not_know_a_setting_is_no_fault_of_the_candidate():
         use([broken.address], lambda sandbox: sandbox.evaluate(task(), plan_solution()))
 
 
+def test_a_server_that_still_starts_is_waited_for_and_lacks_no_wall(monkeypatch):
+    monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "FULL_SECONDS", 2.0)
+    starting = {"error": {"kind": "starting", "message": "starting: the walls are not proven yet"}}
+    with Broken(lambda method, path: (503, {"Retry-After": "0.1"}, starting)) as one:
+        verdict = use([one.address], lambda sandbox: sandbox.evaluate(task(), plan_solution()))
+        assert (verdict.status, verdict.reward) == ("infra", None) and "starting" in verdict.message
+        assert len(one.seen) > 3
+
+
 def test_nobody_there_is_infra_in_the_end(monkeypatch):
     monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 1.0)
     verdict = use(["http://127.0.0.1:9"], lambda sandbox: sandbox.evaluate(task(), plan_solution()))

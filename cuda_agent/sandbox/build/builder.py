@@ -371,15 +371,16 @@ def has_errors(text: str) -> bool:
 
 def first_errors(text: str) -> str:
     """Returns the first errors in ``text`` (a compiler's messages), with the source lines that they report."""
-    lines = text.splitlines()
+    lines = [line[:_MESSAGE_LENGTH] for line in text.splitlines()]  # a candidate's own text can make a line of 1 MB
     kept: list[str] = []
     for number, line in enumerate(lines):
         if match := _ERROR.match(line):
             where = match["where"] or ""
             kept.append(f"{where}: error: {match['what']}" if where else f"error: {match['what']}")
             for following in lines[number + 1 : number + 3]:
-                if source := re.match(r"^\s+(\d+ \|)?\s*(?P<code>[^\s^].*)$", following):
-                    kept.append("    " + source["code"].strip())
+                code = re.sub(r"^\d+ \|\s*", "", following.strip())
+                if following[:1].isspace() and code and code[0] != "^":
+                    kept.append(f"    {code}")
                     break
         elif match := re.search(r"undefined reference to .*", line):
             kept.append(f"error: {match[0]}")

@@ -1,8 +1,10 @@
 """Finds this machine's compilers (g++, NVRTC, nvcc). Each result has a text ``identity`` that identifies the
 compiler's version. The text is a part of the cache key of each build."""
 
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -106,6 +108,17 @@ def find_nvcc() -> Nvcc:
                 places = [str(home / "lib") for home in homes]
             return Nvcc(compiler, [str(f) for f in includes if f.is_dir()], places, " ".join(said[-2:]))
     raise CompilerMissing("no nvcc: neither on PATH, nor in CUDA_HOME (/usr/local/cuda), nor in the installed packages")
+
+
+def compilers(device: str) -> list[str]:
+    """Returns the identities of the compilers that solutions for ``device`` may use, as far as they are installed."""
+    found = []
+    for find in (find_toolchain, *((find_nvrtc, find_nvcc) if device == "cuda" else ())):
+        with contextlib.suppress(CompilerMissing):
+            found.append(find().identity)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found.append(f"triton {importlib.metadata.version('triton')}")
+    return found
 
 
 def _packages() -> list[Path]:

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 enum DType : int { Float32, Float64, Float16, BFloat16, Int64, Int32, Int16, Int8, UInt8, Bool };
 
@@ -325,7 +326,7 @@ class module_ {
   template <class T>
   static void describe(binding::Entry* entry, const arg_v<T>& argument) {
     binding::Value* value = &named(entry, argument.name)->standard;
-    if (static_cast<T>(0.5) != static_cast<T>(0)) {
+    if (std::is_floating_point<T>::value) {
       value->kind = 3;
       value->number = static_cast<double>(argument.value);
     } else {

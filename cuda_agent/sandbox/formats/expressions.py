@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cuda_agent import syntax
 from cuda_agent.sandbox.formats.solution_format import SolutionError
 from cuda_agent.sandbox.wire import Tensor
 
@@ -54,7 +55,7 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
     weights: dict[str, Any] = {}
     text = re.sub(r"\bw:[\w.]+", lambda match: _weight_name(match.group(), names, weights), expression)
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = syntax.parse_expression(text)
         return _value(tree, names | weights, where, expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, PlanError):

@@ -7,6 +7,7 @@ the solution loads them. The sandbox does not detect a first pass that leaves th
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
@@ -36,6 +37,7 @@ from cuda_agent.tasks.task import Task
 _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
 _VERSION = 4
 _FILE_MB = 256
+_LEAST_SPACE = 64 << 20  # bytes of a disk, below which a failed pass is the machine's fault
 _DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
@@ -114,6 +116,7 @@ class FirstPass:
         headers = {} if own_headers else stand_ins(files)
         torch = importlib.metadata.version("torch")
         versions = [_VERSION, torch, sys.version, processor(), self._threads, self._train_mode]
+        versions += toolchain.compilers(self._device)
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         parts += [sorted(headers.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
@@ -178,6 +181,8 @@ class FirstPass:
                 worker.wait_started()
                 worker.seconds = self._seconds
                 answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
+                if answer is not None:
+                    _require_space(folder, home)
             except FrameTooLarge as error:
                 raise FirstPassFailed("build_error", f"the solution is {error}") from None
             except (NotStarted, ConnectionError, ValueError) as lost:
@@ -187,6 +192,7 @@ class FirstPass:
                 status: Status = "timeout" if death.reason == "timeout" else "crash"
                 raise FirstPassFailed(status, f"the solution, while it compiled, {death}") from death
             except WorkerError as error:
+                _require_space(folder, home)
                 raise FirstPassFailed("build_error", str(error)) from None
             finally:
                 if worker:
@@ -209,6 +215,14 @@ class FirstPass:
             if self._parent:
                 self._parent.close()
             self._parent = None
+
+
+def _require_space(*folders: Path) -> None:
+    """Raises OSError if the disk of one of ``folders`` is nearly full: then a failed pass says nothing about the
+    solution."""
+    for folder in folders:
+        if shutil.disk_usage(folder).free < _LEAST_SPACE:
+            raise OSError(errno.ENOSPC, "too little space left for a first pass", str(folder))
 
 
 def stand_ins(files: Mapping[str, str]) -> dict[str, str]:

@@ -26,7 +26,12 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
     Raises ``SolutionError`` for an invalid solution, and ``SandboxUnready`` if the package triton is missing."""
     if importlib.util.find_spec("triton") is None:
         raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
-    if not any(kernels(check_module(files, spec))):
+    tree = check_module(files, spec)
+    try:
+        found = any(kernels(tree))
+    except (RecursionError, MemoryError) as error:
+        raise SolutionError(f"model_new.py is nested too deep: {error}") from None
+    if not found:
         raise SolutionError("model_new.py has no kernel: a function with the decorator @triton.jit")
     return {"code": files["model_new.py"]}
 

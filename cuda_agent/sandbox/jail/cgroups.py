@@ -51,6 +51,9 @@ class ControlGroup:
                 time.sleep(0.002)
 
 
+_numbers = itertools.count()  # of all ``Groups``: two groups of this process never share a folder
+
+
 class Groups:
     """Creates the control groups of workers (processes that run untrusted code). ``places`` maps the controllers
     ``memory`` and ``pids`` to the folders in which the groups are made. The constructor removes groups from these
@@ -59,15 +62,14 @@ class Groups:
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
         self.version = version
-        self._numbers = itertools.count()
         for place in {*places.values()}:
             _sweep(place)
 
     def make(self, memory_mb: int, tasks: int) -> ControlGroup:
-        name = f"{PREFIX}{os.getppid()}-{os.getpid()}-{next(self._numbers)}"
+        name = f"{PREFIX}{os.getppid()}-{os.getpid()}-{next(_numbers)}"
         folders = {controller: place / name for controller, place in self._places.items()}
         for folder in {*folders.values()}:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir()
         limit = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
         (folders["memory"] / limit).write_text(str(memory_mb << 20))
         if self.version == 2:

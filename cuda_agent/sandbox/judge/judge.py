@@ -59,6 +59,15 @@ def _short_of_memory(error: Exception) -> bool:
     return bool(re.search(_SHORT_OF_MEMORY, said))
 
 
+def _is_random(prepared: PreparedTask) -> bool:
+    """Returns whether the task's own outputs differ from call to call. Returns False if the candidate leaves no memory
+    to find out: its verdict is not the task's fault."""
+    try:
+        return not prepared.repeats()
+    except (TaskError, driver.DriverError):
+        return False
+
+
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Wraps a method of ``Judge`` so that a failed call is repeated once. There are three cases:
 
@@ -179,7 +188,7 @@ class Judge:
             advisory=traits.advisory, untimed=traits.untimed,
         )  # fmt: skip
         prepared = self.prepared(request["task"])
-        if request["again"]:
+        if request["again"] and not traits.untimed:
             prepared.baselines = Baselines()
             prepared.save()  # else they would be read again
         prepared.read_baselines(verdict.mode)
@@ -228,7 +237,7 @@ class Judge:
             trial.run(timed)
         except CandidateRefused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
-            if refusal.status == "wrong" and not prepared.repeats():
+            if refusal.status == "wrong" and _is_random(prepared):
                 verdict.message += _RANDOM
             if used:
                 verdict.samples.clear()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerError
-from cuda_agent.sandbox.judge.memory.device import SLOTS_BYTES, Area
+from cuda_agent.sandbox.judge.memory.device import SLOTS_BYTES, Area, pair
 from cuda_agent.sandbox.messages import EvaluateRequest, JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits
 
@@ -66,7 +66,7 @@ class SharedContext:
         before = [area.size for area in self._areas or ()] or [0, 0]
         if in_size > before[0] or out_size > before[1]:
             self._drop_areas()
-            self._areas = Area.of(max(in_size, before[0])), Area.of(max(out_size, before[1]))
+            self._areas = pair(max(in_size, before[0]), max(out_size, before[1]))
         assert self._areas
         for area in self._areas:
             area.wipe()

@@ -28,6 +28,7 @@ from cuda_agent.sandbox.workspace.client import WorkspaceLost
 Role = Literal["workspace", "build", "evaluate"]
 ROLES: tuple[Role, ...] = ("workspace", "build", "evaluate")
 _AT_ONCE = 2  # jobs per place: one is judged while the next one is built
+_STARTING = "starting"  # a kind of refusal, and the beginning of its reason
 _AGAIN_SECONDS = 5.0  # seconds between attempts to become ready, and between searches for unused workspaces
 _log = logging.getLogger("cuda_agent.sandbox")
 
@@ -51,7 +52,7 @@ class Service:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
         self.rooms = Rooms(sandbox, limits.workspaces, limits.idle_seconds)
         self.metrics = Metrics()
-        self.unready = "starting: the walls are not proven yet"  # empty: ready
+        self.unready = f"{_STARTING}: the walls are not proven yet"  # empty: ready
         self.draining = False
         self.needs_recycle = asyncio.Event()  # set when the limit of verdicts or a cheat calls for a fresh process
         self._verdicts = 0
@@ -116,7 +117,8 @@ class Service:
         if self.draining:
             raise ServiceError(503, "draining", "this server is going away", retry_after=5.0)
         if self.unready:
-            raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
+            kind = _STARTING if self.unready.startswith(_STARTING) else "unready"
+            raise ServiceError(503, kind, self.unready, retry_after=_AGAIN_SECONDS)
 
     def submit(self, request: AnyRequest, size: int) -> Job:
         """Queues a request of ``size`` bytes and returns its job. If an equal request has a job already, returns that

@@ -89,12 +89,13 @@ class Outputs:
         targets = self._targets[self._slot]
         places = [t.data_ptr() for t in targets]
         for index, (result, place) in enumerate(zip(results, places, strict=False)):
-            if result.data_ptr() != place and result.data_ptr() in places:
-                results[index] = result.clone()  # another output's memory, which may be written first
+            if result.data_ptr() in places and not (result.data_ptr() == place and result.is_contiguous()):
+                # Another output's memory, which may be written first, or another order of this output's.
+                results[index] = result.clone()
         self._wanted = {
             self._made.index(result.data_ptr()): index
             for index, result in enumerate(results)
-            if result.numel() and result.data_ptr() in self._made
+            if result.numel() and result.is_contiguous() and result.data_ptr() in self._made
         }
         store(results, targets)
 

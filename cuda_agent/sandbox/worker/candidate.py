@@ -22,7 +22,16 @@ from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_mo
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
 from cuda_agent.sandbox.worker.same_files import with_own_tmp
-from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
+from cuda_agent.sandbox.worker.shared_tensors import (
+    Slots,
+    flatten,
+    map_memory,
+    owned,
+    plain_value,
+    rebuild,
+    store,
+    zeros,
+)
 from cuda_agent.sandbox.worker.triton_rule import only_triton
 from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
@@ -118,7 +127,7 @@ class Candidate(WorkerLoop):
             play_back(place)
             code = with_own_tmp(code, place)
         torch.manual_seed(frame.body["seed"])
-        model = build_model(code, [item["value"] for item in spec["init"]], self._options)
+        model = build_model(code, [plain_value(item) for item in spec["init"]], self._options)
         weights = self._slots.weight_tensors()
         rule = RULES[self._options["rule"]](outputs)
         given_places, views = self._slots.given, self._options["views"]

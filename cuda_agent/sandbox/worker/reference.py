@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from cuda_agent.sandbox.messages import Frame
 from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
-from cuda_agent.sandbox.worker.shared_tensors import Slots, describe, draw, flatten, is_plain, rebuild, store
+from cuda_agent.sandbox.worker.shared_tensors import Slots, describe, draw, flatten, is_plain, plain, rebuild, store
 from cuda_agent.sandbox.worker.values import mutants
 from cuda_agent.sandbox.worker.values.input_kinds import vary
 from cuda_agent.sandbox.worker.values.weights import PlainWeights
@@ -71,7 +71,7 @@ class Reference(WorkerLoop):
             "outputs": [describe(t) for t in outputs],
             "weights": {name: describe(t) for name, t in self._state.items()},
             "arguments": self._arguments,
-            "init": [{"value": v} if is_plain(v) else {"opaque": type(v).__name__} for v in init],
+            "init": [plain(v) if is_plain(v) else {"opaque": type(v).__name__} for v in init],
             "parameter_count": sum(p.numel() for p in self._model.parameters()),
         }
         return self._spec

@@ -2,6 +2,7 @@
 arguments of models to and from JSON."""
 
 import ctypes
+import json
 import math
 import mmap
 import os
@@ -173,6 +174,34 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def plain(value: Any) -> dict[str, Any]:
+    """Returns a plain value (see ``is_plain``) as JSON: ``{"value": value}``. JSON has no tuples, so a value with
+    tuples gets a second entry, ``typed``, which tells them from lists."""
+    kept = _typed(value)
+    return {"value": value} | ({"typed": kept} if '{"tuple": ' in json.dumps(kept) else {})
+
+
+def plain_value(item: dict[str, Any]) -> Any:
+    """Returns the value that ``plain`` has made JSON of."""
+    return _untyped(item["typed"]) if "typed" in item else item["value"]
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return {"tuple" if isinstance(value, tuple) else "list": [_typed(item) for item in value]}
+    return {"dict": {key: _typed(item) for key, item in value.items()}} if isinstance(value, dict) else value
+
+
+def _untyped(kept: Any) -> Any:
+    if not isinstance(kept, dict):
+        return kept
+    ((kind, items),) = kept.items()
+    if kind == "dict":
+        return {key: _untyped(item) for key, item in items.items()}
+    values = [_untyped(item) for item in items]
+    return tuple(values) if kind == "tuple" else values
+
+
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns an argument of a model as JSON: ``{"tensor": index}``, ``{"value": plain value}``, or a list of such
     items. Appends the argument's tensors to ``tensors``; the indices refer to this list. Raises ``TypeError`` if the
@@ -181,7 +210,7 @@ def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if is_plain(value):
-        return {"value": value}
+        return plain(value)
     if isinstance(value, list | tuple):
         return [argument_of(item, tensors) for item in value]
     raise TypeError(f"get_inputs() gives a {type(value).__name__}; tensors, numbers and lists of them are supported")
@@ -204,4 +233,4 @@ def draw(get_inputs: Callable[[], Any], device: str) -> tuple[list[Any], list[to
 def rebuild(argument: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(argument, list):
         return [rebuild(item, tensors) for item in argument]
-    return tensors[argument["tensor"]] if "tensor" in argument else argument["value"]
+    return tensors[argument["tensor"]] if "tensor" in argument else plain_value(argument)

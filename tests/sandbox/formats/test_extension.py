@@ -129,6 +129,18 @@ def test_an_output_is_written_in_its_place_from_the_second_call_on() -> None:
         assert (made.data_ptr() == targets[slot][0].data_ptr()) is (call > 0)
 
 
+def test_an_output_in_another_order_of_its_memory_is_right_in_every_call() -> None:
+    """The second call wrote over the memory that it read."""
+    targets = [[torch.zeros(2, 3)]]
+    outputs = Outputs(targets)
+    for _ in range(3):
+        outputs.begin(0)
+        made = outputs.empty([3, 2], torch.float32)
+        made.copy_(torch.arange(6.0).view(3, 2))
+        outputs.store([made.t()])
+        assert targets[0][0].tolist() == [[0, 2, 4], [1, 3, 5]]
+
+
 def test_outputs_that_lie_in_each_others_memory_are_not_mixed_up() -> None:
     targets = [[torch.zeros(2), torch.zeros(2)]]
     outputs = Outputs(targets)

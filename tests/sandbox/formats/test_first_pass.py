@@ -63,6 +63,26 @@ def processes_that_say(word: str) -> list[str]:
     return found
 
 
+def test_a_pass_that_fails_on_a_full_disk_is_no_verdict_and_is_not_kept(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = shutil._ntuple_diskusage(1 << 30, 1 << 30, 1000)
+    monkeypatch.setattr(first_pass.shutil, "disk_usage", lambda path: full)
+    broken = solution(f"{ASKS}raise RuntimeError('No space left on device')")
+    assert running.evaluate(task(), broken).status == "infra"
+    monkeypatch.undo()
+    assert running.evaluate(task(), broken).status == "build_error"
+
+
+def test_another_compiler_needs_a_new_pass(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = solution(f"{ASKS}x = 1")
+    assert running.evaluate(task(), asks).status == "ok"
+    before = len(kept(running))
+    monkeypatch.setattr(toolchain, "compilers", lambda device: ["another g++"])
+    assert running.evaluate(task(), asks, again=True).status == "ok"
+    assert len(kept(running)) == before + 1
+
+
 COMPILED = solution(
     "@torch.compile\ndef chain(x, scale):\n    return torch.relu(x) * scale", "return chain(x, self.scale)"
 )

@@ -39,6 +39,30 @@ def test_weights_under_other_names_are_built_from_the_same_random_numbers(runnin
     assert running.evaluate(task(LINEAR, "linear"), solution(code)).status == "ok"
 
 
+TUPLES = """
+import torch
+class Model(torch.nn.Module):
+    def __init__(self, kernel_size, more, names):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 3, kernel_size)
+    def forward(self, x, axes):
+        return self.conv(x).mean(axes)
+def get_inputs():
+    return [torch.randn(2, 2, 8, 8), (2, 3)]
+def get_init_inputs():
+    return [(3, 5), [1, (2, [3])], {"a": (4,)}]
+"""
+
+
+@pytest.mark.parametrize("more", ["", " # triton"])  # with a first pass
+def test_arguments_that_are_tuples_stay_tuples(running: Running, more: str) -> None:
+    checks = "assert kernel_size == (3, 5) and more == [1, (2, [3])] and names == {'a': (4,)}"
+    code = TUPLES.replace("class Model(", "class ModelNew(").replace("super()", f"{checks}{more}\n        super()")
+    code = code.replace("return self", "assert axes == (2, 3)\n        return self")
+    verdict = running.evaluate(task(TUPLES, "tuples"), solution(code))
+    assert (verdict.status, verdict.message) == ("ok", "")
+
+
 @pytest.mark.parametrize(
     ("code", "status", "said"),
     [

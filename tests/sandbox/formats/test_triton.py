@@ -50,6 +50,7 @@ def test_strict_mode_checks_and_takes_no_time(running: Running) -> None:
         (KERNEL.replace("@triton.jit", ""), LAUNCH, "build_error", "@triton.jit"),
         ("import torch", "return x", "build_error", "@triton.jit"),
         ("def (", "return x", "build_error", "model_new.py:"),
+        (f"@a{'.b' * 900}\ndef f(): pass\n{KERNEL}", LAUNCH, "build_error", "nested too deep"),
     ],
 )  # fmt: skip
 def test_what_is_refused_and_why(running: Running, kernel: str, forward: str, status: str, said: str) -> None:

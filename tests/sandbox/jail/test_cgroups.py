@@ -38,6 +38,18 @@ def run(group: ControlGroup, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], process.returncode, out)
 
 
+def test_groups_of_two_makers_in_one_process_are_apart(groups: Groups) -> None:
+    other = cgroups.find()
+    assert other
+    made = [one.make(memory_mb=64, tasks=8) for one in (groups, other, groups)]
+    try:
+        places = [{*group._folders.values()} for group in made]
+        assert len(set.union(*places)) == sum(map(len, places))
+    finally:
+        for group in made:
+            group.close()
+
+
 def test_a_process_beyond_its_memory_is_ended_and_that_is_known(group: ControlGroup) -> None:
     done = run(group, "held = bytearray(200 << 20)\nprint('lived')")
     assert (done.returncode, done.stdout, group.killed()) == (-9, "", True)

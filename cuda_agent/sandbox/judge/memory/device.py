@@ -101,7 +101,17 @@ class Area(driver.Shared):
             self._idle.setdefault(self.size, []).append(self)
 
 
-Buffers = functools.partial(buffers.Buffers, areas=lambda in_size, out_size: (Area.of(in_size), Area.of(out_size)))
+def pair(in_size: int, out_size: int) -> tuple[Area, Area]:
+    """Returns an area for inputs and one for outputs. If the second does not fit, closes the first."""
+    first = Area.of(in_size)
+    try:
+        return first, Area.of(out_size)
+    except BaseException:
+        first.close()
+        raise
+
+
+Buffers = functools.partial(buffers.Buffers, areas=pair)
 
 
 class _Judge:
