@@ -130,7 +130,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="further overrides of both")
     parser.add_argument("--json", help="write the result here, after every seed")
     args = parser.parse_args()
-    sizes = [f"{args.stage}.steps={args.steps}", f"{args.stage}.batch={args.batch}", "policy.threads=1"]
+    sizes = [f"{args.stage}.steps={args.steps}", f"{args.stage}.episodes_per_step={args.batch}", "policy.threads=1"]
+    sizes.append(f"{args.stage}.max_seconds=null")  # all seeds make as many steps
     found: dict[str, list[list[Step]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)

@@ -109,16 +109,18 @@ def make(record: Path, stores: Sequence[Path]) -> None:
     rows: list[dict[str, Any]] = []
     for store in stores:
         kind, _, seed = store.name.rpartition("-")
-        for policy, stage in policies_of(store, kind):
+        evaluated = policies_of(store, kind)
+        stages = [stage for _, stage in evaluated]
+        for policy, stage in evaluated:
             with tempfile.TemporaryDirectory() as folder:
-                scores = artifact(store, newest(store, stage), stage, "scores", Path(folder) / "scores")
+                scores = artifact(store, newest(store, stages), stage, "scores", Path(folder) / "scores")
                 finals = {outcome.episode: outcome.final for outcome in read_scores(scores / "scores.json").outcomes}
                 for episode in read_episodes(scores / EPISODES):
                     if episode.id in finals:
                         quick = {name: value for name, value in asdict(finals[episode.id]).items() if name != "gap"}
                         answer = {"sample": f"{seed} {policy} {episode.id}", "files": episode.files, "quick": quick}
                         rows.append({"name": episode.task, **answer})
-    artifact(stores[0], newest(stores[0], "synthesis"), "synthesis", "tasks", record / "set")
+    artifact(stores[0], newest(stores[0], ["synthesis"]), "synthesis", "tasks", record / "set")
     (record / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -132,9 +134,14 @@ def policies_of(store: Path, kind: str) -> list[tuple[str, str]]:
     return [(kind, f"evaluate-{last}")]
 
 
-def newest(store: Path, stage: str) -> str:
-    """Returns the name of the latest run in ``store`` that has finished ``stage``."""
-    return max(run.name for run in (store / "runs").iterdir() if (run / stage / "manifest.json").exists())
+def newest(store: Path, stages: Sequence[str]) -> str:
+    """Returns the name of the latest run in ``store`` that has finished all of ``stages``. A store of ``learning.py``
+    also has the run of its control, which has fewer stages."""
+
+    def is_done(run: Path) -> bool:
+        return all((run / stage / "manifest.json").exists() for stage in stages)
+
+    return max(run.name for run in (store / "runs").iterdir() if is_done(run))
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     store, work = open_store(options.store), options.work.absolute()
     run = runs.find_run(store, options.run)
     config, manifests = runs.read_config(store, run.config), runs.run_manifests(store, run, STAGES)
+    work = work / manifests[options.policy].outputs["policy"][:12]  # another run or policy has another folder
     for name, digest in (("tasks", manifests["synthesis"].outputs["tasks"]),
                          ("policy", manifests[options.policy].outputs["policy"])):  # fmt: skip
         if not (work / name).is_dir():

@@ -111,11 +111,12 @@ def strict(file: Path, seed: dict[str, Any], found: dict[str, Result], optima: d
     values = {}
     for policy in (*POLICIES, "control"):
         scores = scores_of(str(file.with_suffix("")), *of_policy(seed, policy))
+        without = {episode.id for episode in episodes_of(file, seed, policy) if not episode.files}
         outcomes = []
         for outcome in scores.outcomes:
             result = found.get(f"{seed['seed']} {policy} {outcome.episode}")
-            if result is None and outcome.final.status == "no_answer":
-                result = outcome.final
+            if result is None and outcome.episode in without:
+                result = Result("no_answer")
             if result is not None:
                 outcomes.append(replace(outcome, final=with_gap(result, optima.get(outcome.task))))
         values[policy] = task_values(replace(scores, outcomes=outcomes))

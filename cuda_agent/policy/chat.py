@@ -61,6 +61,20 @@ the next message, in <tool_response>. Without a call your answer counts as the l
 """
 
 _SENTINEL = "S3NTINEL"
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+_EXAMPLE: list[dict[str, Any]] = [  # a conversation with a call
+    _user("?"),
+    {
+        "role": "assistant",
+        "content": _SENTINEL,
+        "tool_calls": [{"name": "Read", "arguments": {"path": _SENTINEL}}],
+    },
+]
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -153,12 +167,16 @@ class Chat:
         return text, calls, malformed or stray
 
     def _delta(self, messages: Sequence[Message], closed: bool) -> list[int]:
-        call = {"name": "Read", "arguments": {"path": _SENTINEL}}
-        synthetic = [_user("?"), {"role": "assistant", "content": _SENTINEL, "tool_calls": [call]}]
-        text = self._render([*synthetic, *messages], header=True)
-        after = text.rindex(_SENTINEL) + len(_SENTINEL)
+        text, after = self._render([*_EXAMPLE, *messages], header=True), 0
+        for _ in range(self._sentinels):  # ``messages`` may hold the word, too
+            after = text.index(_SENTINEL, after) + len(_SENTINEL)
         ids = self._encode(text[text.index(self._end, after) :])
         return ids[1:] if closed else ids
+
+    @cached_property
+    def _sentinels(self) -> int:
+        """How often the template writes the sentinel of ``_EXAMPLE``."""
+        return self._render(_EXAMPLE).count(_SENTINEL)
 
     def _render(self, messages: Sequence[Message], tools: Any = None, header: bool = False) -> str:
         clean = [self._clean(message) for message in messages]
@@ -214,10 +232,6 @@ def read_calls(text: str, tools: Tools | None = None) -> tuple[str, list[ToolCal
         types = {schema["name"]: schema.get("parameters", {}).get("properties", {}) for schema in schemas}
         calls = [_typed(call, types.get(call.name, {})) for call in calls]
     return (thought + closed + said).strip(), calls, malformed
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _parse_call(body: str) -> ToolCall | None:

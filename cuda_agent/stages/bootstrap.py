@@ -39,7 +39,7 @@ def run(ctx: StageContext) -> None:
         except (PolicyError, ValueError) as error:
             raise BadConfiguration(f"policy.base cannot be used: {error}") from error
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if config.policy.engine == "local" and longest and longest < config.policy.context:
+        if longest and longest < config.policy.context:
             raise BadConfiguration(f"policy.context: policy.base has {longest} positions, got {config.policy.context}.")
         save_policy(model, tokenizer, ctx.outputs["policy"])
         return

@@ -206,7 +206,7 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def test_the_headline_says_what_can_be_told_from_chance():
-    def said(tasks, passed, faster):
+    def said(tasks, passed, faster, change=0.25):
         rows = [
             {
                 "group": "teacher",
@@ -214,7 +214,7 @@ def test_the_headline_says_what_can_be_told_from_chance():
                 "tasks": tasks,
                 "before": 0.5,
                 "after": 0.75,
-                "change": 0.25,
+                "change": change,
                 "interval": i,
             }
             for name, i in (("passed", passed), ("faster_compile", faster))
@@ -231,7 +231,8 @@ def test_the_headline_says_what_can_be_told_from_chance():
         and "base’s on 50.0 %: +25.0 points, 95 % interval +12.5 to +37.5. Intervals" in text
     )
     assert said(2, None, None).count("too few tasks for an interval") == 2
-    assert said(24, None, (0.1, 0.2)).count("the two agree on every task") == 1
+    assert said(24, None, (0.1, 0.2)).count("+25.0 points, the same on every task") == 1
+    assert said(24, None, (0.1, 0.2), 0.0).count("the two agree on every task") == 1
 
 
 def test_without_a_correct_kernel_the_page_is_honest(tmp_path):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from cuda_agent.policy.chat import CONTROL, MARKUP, Chat, ToolCall
 
 TEXT = st.text(max_size=40) | st.sampled_from(
-    [*MARKUP, *CONTROL, "\n", "\n\nx = 1;\n", "a\r\n", " ", "<|im_start|>user"]
+    [*MARKUP, *CONTROL, "\n", "\n\nx = 1;\n", "a\r\n", " ", "<|im_start|>user", "S3NTINEL here"]
 )
 PLAIN = TEXT.filter(lambda text: not any(token.strip() in text for token in CONTROL))
 CALL = st.builds(

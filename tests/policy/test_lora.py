@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cuda_agent.errors import PolicyError
+from cuda_agent.policy.engines.vllm import _fingerprint
 from cuda_agent.policy.lora import ADAPTER, Adapted, adapters, attach, merged_parameters, save_adapter
 from cuda_agent.policy.model import load_model, load_policy, save_policy
 from tests.policy.adapters import merge_adapter
@@ -68,6 +69,15 @@ def test_merged_parameters_have_the_names_of_the_model_without_adapters(folder):
     for name, parameter in plain.named_parameters():
         parameter.data = merged[name].detach()
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_new_adapters_change_no_fingerprint_of_the_served_weights(folder):
+    """vLLM serves merged weights: a check that compared names would miss a change that there is not."""
+    model = load_model(folder)
+    before = _fingerprint(model)
+    attach(model, 4, 8.0, TARGETS)
+    assert _fingerprint(model) == before
+    assert _fingerprint(with_adapters(load_model(folder)))[0] != before[0]
 
 
 def test_a_saved_policy_is_the_merged_one_and_the_adapter_lies_beside_it(folder, tokenizer, tmp_path):

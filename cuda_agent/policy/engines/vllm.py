@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import PolicyConfig
+from cuda_agent.errors import BadConfiguration
 from cuda_agent.machine import gpus
 from cuda_agent.policy.engines.engine import (
     Completion,
@@ -32,7 +33,7 @@ from cuda_agent.policy.engines.vllm_plugin import digest
 from cuda_agent.policy.engines.vllm_pool import FIRST
 from cuda_agent.policy.engines.vllm_server import HEALTH_SECONDS, Busy, Fault, Replica, VllmServer
 from cuda_agent.policy.engines.vllm_weights import Broadcast
-from cuda_agent.policy.lora import save_adapter, save_merged
+from cuda_agent.policy.lora import merged_parameters, save_adapter, save_merged
 
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
 
@@ -296,7 +297,7 @@ def _put_first(policy: Path, shared: Path) -> None:
 
 def _fingerprint(model: Any) -> tuple[str, list[float]]:
     prompt = probe_prompt(model, PROBE_TOKENS)
-    return digest(model.named_parameters()), logprobs_of(model, prompt, len(prompt) - 1, 1.0)
+    return digest(merged_parameters(model)), logprobs_of(model, prompt, len(prompt) - 1, 1.0)
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -321,7 +322,8 @@ async def open_vllm(
     Raises:
         PolicyError: vLLM is not installed.
         EngineLost: A server does not start or answer.
-        EngineError: A server does not serve this policy."""
+        EngineError: A server does not serve this policy.
+        BadConfiguration: A server takes shorter sequences than ``policy.context``."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]
@@ -343,6 +345,8 @@ async def open_vllm(
         except Fault as error:
             raise EngineLost(f"a vLLM server does not answer: {error}") from error
         engine = VllmEngine(found, work, config)
+        if engine.context < config.context:
+            raise BadConfiguration(f"policy.context={config.context}: the servers have {engine.context} positions.")
         if settings.servers and settings.sync != "lora":
             await engine.update_from(model, 0)
         else:

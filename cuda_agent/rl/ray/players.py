@@ -121,6 +121,9 @@ class RayPlayers:
         it ends. Returns the number of workers lost since the end of the previous round. Raises TryAgain if too many
         workers were lost, or if none is left."""
         for worker in self.workers:
+            if worker.opening is not None and worker.opening.done() and worker.opening.exception() is not None:
+                self._ctx.tracker.note(f"rollout worker {worker.number} did not start: {worker.opening.exception()}")
+                worker.opening = None
             if worker.actor is None and worker.opening is None:  # all replacements failed since the last round
                 worker.opening = asyncio.create_task(self._open(worker))
 

@@ -38,9 +38,11 @@ def test_a_strict_verdict_replaces_the_quick_one_and_a_fault_of_the_sandbox_coun
     quick = Result("ok", 4.0, 3.0)
     played = [
         outcome("a/0", "a", quick), outcome("a/1", "a", quick), outcome("a/2", "a", quick),
-        outcome("b/0", "b", Result("no_answer")), outcome("c/0", "c", quick),
+        outcome("b/0", "b", Result("build_error")), outcome("c/0", "c", quick),
     ]  # fmt: skip
     monkeypatch.setattr(strict_answers, "scores_of", lambda *_: SimpleNamespace(outcomes=played))
+    episodes = [SimpleNamespace(id=one.episode, files={} if one.task == "b" else {"plan.json": ""}) for one in played]
+    monkeypatch.setattr(strict_answers, "episodes_of", lambda *_: episodes)
     changed = lambda one, **changes: type(one)(**vars(one) | changes)  # noqa: E731 - replace() wants dataclasses
     monkeypatch.setattr(strict_answers, "replace", changed)
     found = {
