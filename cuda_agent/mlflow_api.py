@@ -60,10 +60,14 @@ class Rest:
 
     def experiment(self, name: str, artifacts: str | None) -> str:
         """Returns the id of the experiment ``name``.  If there is no such experiment, creates one, which stores
-        artifacts at the address ``artifacts`` (None: the server decides)."""
+        artifacts at the address ``artifacts`` (None: the server decides).  Restores one that somebody has deleted:
+        MLflow takes no runs of it, and no other one of this name."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
-            return str(response.raise_for_status().json()["experiment"]["experiment_id"])
+            found = response.raise_for_status().json()["experiment"]
+            if found.get("lifecycle_stage") == "deleted":
+                self._post("experiments/restore", {"experiment_id": found["experiment_id"]})
+            return str(found["experiment_id"])
         place = {"artifact_location": artifacts} if artifacts else {}
         return str(self._post("experiments/create", {"name": name, **place})["experiment_id"])
 
@@ -186,7 +190,11 @@ class Library:
 
     def experiment(self, name: str, artifacts: str | None) -> str:
         found = self._client.get_experiment_by_name(name)
-        return found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts)
+        if found is None:
+            return self._client.create_experiment(name, artifact_location=artifacts)
+        if found.lifecycle_stage == "deleted":
+            self._client.restore_experiment(found.experiment_id)
+        return found.experiment_id
 
     def experiments(self) -> list[str]:
         return [found.experiment_id for found in self._client.search_experiments(max_results=1000)]

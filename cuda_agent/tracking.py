@@ -116,6 +116,8 @@ def write_whole(path: Path, text: str) -> None:
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
 SWEEP_TAG, PARENT_TAG = "cuda_agent.sweep", "mlflow.parentRunId"
 MANIFEST_TAG = "manifest"  # the manifest of a finished stage
+STORE_TAG = "store id"  # of the workflow's run: two stores may have the same URI, on two servers
+RELEASE_TAG = "release"  # of the workflow's run: namespace/name of the chart's release, on a cluster
 POLICY_TAG = "policy"  # of the workflow's run: the policy with the last scores
 
 
@@ -152,9 +154,17 @@ class Mirror:
     thread ends: to ask again is no use."""
 
     def __init__(
-        self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None
+        self,
+        uri: str,
+        experiment: str,
+        run: str,
+        artifacts: Path | None,
+        trouble: Trouble,
+        sweep: Sweep | None = None,
+        store: str = "",
     ) -> None:
         self._uri, self._experiment, self._run, self._artifacts = uri, experiment, run, artifacts
+        self._store = store
         self._trouble, self._sweep = trouble, sweep
         self._entries: dict[str | None, Wanted] = {None: Wanted()}
         self._there: dict[str, MlflowEntry] | None = None  # stage (empty: the workflow) -> what MLflow holds
@@ -228,16 +238,26 @@ class Mirror:
             place = self._artifacts.absolute().as_uri() if self._artifacts else None
             self._experiment_id = api.experiment(self._experiment, place)
             found = api.find([self._experiment_id], RUN_TAG, self._run)
+            found = with_tag(found, STORE_TAG, self._store) if self._store else found
             self._there = {entry.tags.get(STAGE_TAG, ""): entry for entry in reversed(found)}
         for stage, entry in wanted.items():
             if stage not in self._there:
                 tags = {RUN_TAG: self._run, STAGE_TAG: stage, "mlflow.runName": stage or self._run}
+                tags |= {STORE_TAG: self._store} if self._store and not stage else {}
                 if stage:
                     tags[PARENT_TAG] = self._there[""].run_id
                 elif self._sweep is not None:
                     tags |= {SWEEP_TAG: self._sweep.name, PARENT_TAG: _sweep_run(api, self._experiment_id, self._sweep)}
                 self._there[stage] = api.create(self._experiment_id, tags)
             _send(api, self._there[stage], entry)
+
+
+def with_tag(found: Sequence[MlflowEntry], name: str, *values: str) -> list[MlflowEntry]:
+    """Returns those MLflow runs in ``found`` whose tag ``name`` has one of ``values``, of runs of the workflow, and
+    those of their stages, which lack the tag.  The value "" stands for runs without the tag."""
+    of_runs = (entry for entry in found if not entry.tags.get(STAGE_TAG))
+    parents = {entry.run_id for entry in of_runs if entry.tags.get(name, "") in values}
+    return [entry for entry in found if {entry.run_id, entry.tags.get(PARENT_TAG)} & parents]
 
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:

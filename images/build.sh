@@ -12,6 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 REGISTRY=${REGISTRY:-localhost} BUILDAH=${BUILDAH:-buildah} PUSH=${PUSH:-} out=build/images
+STAGE=${STAGE:-$REGISTRY/cuda-agent} # what the image ray is built on
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ $# -gt 0 ] || set -- stage sandbox mlflow minio

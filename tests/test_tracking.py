@@ -5,7 +5,18 @@ import time
 
 import pytest
 
-from cuda_agent.tracking import FileTracker, Mirror, read_metrics, read_notes, read_progress
+from cuda_agent import mlflow_api
+from cuda_agent.tracking import (
+    RUN_TAG,
+    STAGE_TAG,
+    STORE_TAG,
+    FileTracker,
+    Mirror,
+    read_metrics,
+    read_notes,
+    read_progress,
+    with_tag,
+)
 from tests.mlflow_server import serving
 
 
@@ -90,6 +101,29 @@ def mirror_once(there, run, entries, report=None):
         mirror.update(stage, **facts)
     mirror.update(None, status="FINISHED", artifacts=[report] if report else [])
     assert mirror.close(timeout=120)
+
+
+def test_two_stores_with_a_run_of_the_same_name_share_no_row(there):
+    found = []
+    for store in ("one", "two", "one"):
+        mirror = Mirror(there[0], "shared", "first", there[1], lambda text: None, store=store)
+        mirror.update("critic", metrics={0: {"loss": 1.0}}, tags={"of": store})
+        assert mirror.close(timeout=120)
+        api = mlflow_api.connect(there[0])
+        rows = api.find([api.experiment("shared", None)], RUN_TAG, "first")
+        found.append(sorted((row.tags.get(STAGE_TAG), row.tags.get(STORE_TAG), row.tags.get("of")) for row in rows))
+    assert len(found[0]) == 2 and found[1] == found[2] and len(found[1]) == 4
+    assert {row.tags["of"] for row in with_tag(rows, STORE_TAG, "two") if row.tags.get(STAGE_TAG)} == {"two"}
+
+
+def test_an_experiment_that_somebody_deleted_is_restored(there):
+    from mlflow import MlflowClient
+
+    api = mlflow_api.connect(there[0])
+    there_is = api.experiment("deleted", None)
+    MlflowClient(tracking_uri=there[0]).delete_experiment(there_is)
+    assert api.experiment("deleted", None) == there_is
+    assert api.create(there_is, {RUN_TAG: "x"}).run_id
 
 
 def test_a_retry_lands_in_the_same_runs_and_no_point_is_there_twice(there, tmp_path):

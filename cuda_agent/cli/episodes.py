@@ -119,8 +119,8 @@ def _entries(
         home, found = runs.local_home(store), left.of_run(*where, folder)
     else:
         home = runs.user_home()
-        with results.mlflow(where) as address:
-            found = results.episodes(address, name, folder)
+        with results.mlflow(where) as server:
+            found = results.episodes(server, name, folder)
     return f"run {name}", home / "episodes" / name, left.listed(found), nothing
 
 

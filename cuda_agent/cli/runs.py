@@ -112,8 +112,8 @@ def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
     from cuda_agent.cluster import submit as cluster
 
     scored: dict[str, tuple[str, dict[str, float]]] = {}
-    with contextlib.suppress(ConfigError, ClusterError), results.mlflow(place) as address:  # without it, no scores
-        scored = results.scores(address)
+    with contextlib.suppress(ConfigError, ClusterError), results.mlflow(place) as server:  # without it, no scores
+        scored = results.scores(server)
     rows = []
     for item in cluster.workflows(place):
         about = item["metadata"]
@@ -177,8 +177,8 @@ def report(
         return
     where, name = find(run, store, on, namespace)
     if not isinstance(where, tuple):
-        with results.mlflow(where) as address:
-            folder = results.download(address, name, runs.user_home() / "reports" / name)
+        with results.mlflow(where) as server:
+            folder = results.download(server, name, runs.user_home() / "reports" / name)
     else:
         opened, record = where
         manifest = read_manifest(opened, record.name, "report")
@@ -208,8 +208,8 @@ def _of_sweep(name: str, store: str, on: str | None, namespace: str | None) -> "
         place = cluster_of(on, namespace)
     if place is None:
         return []
-    with contextlib.suppress(ConfigError, ClusterError), results.mlflow(place) as address:  # ``find`` tells errors
-        return results.sweep(address, name)
+    with contextlib.suppress(ConfigError, ClusterError), results.mlflow(place) as server:  # ``find`` tells errors
+        return results.sweep(server, name)
     return []
 
 
@@ -255,8 +255,8 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
     where, name = find(run, store, on, namespace)
     if isinstance(where, tuple):
         return compare.facts(*where, ROWS)
-    with results.mlflow(where) as address:
-        return results.facts(address, name)
+    with results.mlflow(where) as server:
+        return results.facts(server, name)
 
 
 @command(commands, "cuda-agent trace last", "cuda-agent trace first --on my-cluster --send")
@@ -380,17 +380,23 @@ def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterat
     pods = cluster.pods_of(place, name)
     for said_by in [stage] if stage else list(pods):
         if said_by in pods:
-            yield from ((said_by, line) for line in place.logs(pods[said_by], follow=follow))
+            if follow:
+                place.await_container(pods[said_by])
+            try:
+                yield from ((said_by, line) for line in place.logs(pods[said_by], follow=follow))
+            except ClusterError as error:
+                if error.status != 400:  # the container waits, for its image or for room
+                    raise
     if stage in pods:
         return
     try:
-        with results.mlflow(place) as address:
-            names = [stage] if stage else results.logged(address, name)
+        with results.mlflow(place) as server:
+            names = [stage] if stage else results.logged(server, name)
             if not names and not pods:
                 raise ConfigError(f"Run {name} has no log.")
             for said_by in names:
                 if said_by not in pods:
-                    yield from ((said_by, line) for line in results.log(address, name, said_by))
+                    yield from ((said_by, line) for line in results.log(server, name, said_by))
     except (ConfigError, ClusterError):  # the release has no MLflow, it does not answer, or it does not know the run
         if stage or not pods:
             raise

@@ -181,7 +181,7 @@ def _collect_here(
     if not dry_run:
         uri = mlflow or f"sqlite:///{home / 'mlflow.db'}"
         unused = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
-        found |= rows.tidy("off" if unused else uri, opened.uri, what.runs, what.sweeps, what.still)
+        found |= rows.tidy("off" if unused else uri, runs.store_id(opened), what.runs, what.sweeps, what.still)
     return found
 
 

@@ -4,6 +4,7 @@ The credentials come from a kubeconfig or from a pod's service account.  A faile
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ API_VERSIONS = {
     **dict.fromkeys(("ConfigMap", "Event", "Node", "Pod", "Secret", "Service"), "v1"),
     "StatefulSet": "apps/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
     "RayJob": "ray.io/v1",
     **dict.fromkeys(("Workflow", "WorkflowTemplate"), "argoproj.io/v1alpha1"),
 }
@@ -180,6 +182,15 @@ class Cluster:
         """Deletes the object of this kind and name, and returns whether it existed."""
         path, body = f"{self._path(kind)}/{name}", {"propagationPolicy": "Background"}
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
+
+    def await_container(self, pod: str) -> None:
+        """Waits until the pod's container ``main`` has started, or the pod has ended or is deleted."""
+        while (found := self.find("Pod", pod)) is not None:
+            status = found.get("status", {})
+            state = {one["name"]: one.get("state", {}) for one in status.get("containerStatuses", ())}.get("main", {})
+            if status.get("phase") in ("Succeeded", "Failed") or "running" in state or "terminated" in state:
+                return
+            time.sleep(1.0)
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
         """Yields the log lines of the pod's container ``main``.  With ``follow``, waits for more lines until the

@@ -3,6 +3,7 @@
 All stages of the run share these servers, called replicas.  The objects are:
 
     Service         gives each replica a separate address (headless)
+    PodDisruptionBudget   says how many replicas may be evicted at once
     NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas; replicas connect to nothing
     StatefulSet     the replicas; each waits until a stage writes the first policy (language model), and then serves it
 
@@ -18,6 +19,7 @@ from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 
 ENGINE_PORT = 8000
+_KINDS = ("StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy")
 FOLDER = "/engine"  # where stages and replicas mount the claim of the weights; each run has a sub-folder
 
 
@@ -59,7 +61,7 @@ def engine_objects() -> list[dict[str, Any]]:
         weights={"persistentVolumeClaim": {"claimName": "", "readOnly": True}},
     )  # fmt: skip
     replicas = pools.servers("engine", "engine", {COMPONENT_LABEL: "engine"}, ENGINE_PORT, pod)
-    return [*pools.service_and_wall("engine", ENGINE_PORT, pools.peers(*_clients(RUN_NAME))), replicas]
+    return [*pools.around_servers("engine", ENGINE_PORT, pools.peers(*_clients(RUN_NAME))), replicas]
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
@@ -76,7 +78,7 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
         (wall,) = (item["spec"] for item in base if item["kind"] == "NetworkPolicy")
         for suffix, labels in zip(("stages", "ray"), _clients(RUN_NAME), strict=True):
             replicas = [{"podSelector": wall["podSelector"]}]
-            rules = [{"from": replicas}], [{"to": replicas}]
+            rules = [{"from": replicas}], None if pools.egress_is_open() else [{"to": replicas}]
             own = pools.labels_of("engine")
             opened.insert(0, pools.network_policy(f"{RUN_NAME}-engine-{suffix}", own, labels, *rules))
     made = pools.of_run([*opened, *base], workflow, uid)
@@ -96,4 +98,4 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 def names(workflow: str) -> list[tuple[str, str]]:
     """Returns (kind, name) of every object that ``objects`` can make for the Workflow ``workflow``."""
     walls = [("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray")]
-    return [*((kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")), *walls]
+    return [*((kind, f"{workflow}-engine") for kind in _KINDS), *walls]

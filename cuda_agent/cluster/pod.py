@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -37,6 +38,7 @@ from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
     identity_of,
+    manifest_entry,
     outcome_entry,
     prepare_entry,
     read_manifest,
@@ -151,6 +153,7 @@ def prepare(
     left = [stage for stage in graph if stage.name not in done]
     spread = spread and config.runtime == "ray"
     for stage in left:  # how an earlier attempt ended says nothing about this one; a RayJob may still be running
+        store.delete(manifest_entry(run, stage.name))
         if not (spread and rayjobs.can_be_spread(stage)):
             store.delete(outcome_entry(run, stage.name))
     with (
@@ -373,7 +376,10 @@ def finish(
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
-        shutil.rmtree(folder, ignore_errors=True)
+        attempts = re.compile(rf"{re.escape(run)}(-r\d+)?")  # of earlier ones, too: `cancel --now` leaves theirs
+        for old in (Path(folder), *Path(folder).parent.glob(f"{run}*")):
+            if old == Path(folder) or attempts.fullmatch(old.name):
+                shutil.rmtree(old, ignore_errors=True)
     store = open_store(here.store)
     failed = status not in ("Running", "Succeeded")
     record = runs.read_run(store, run) if store.exists(f"runs/{run}/run.json") else None

@@ -31,6 +31,7 @@ from cuda_agent.pipeline import gc, locks, rows, runs
 from cuda_agent.storage import open_store
 
 WALL_SECONDS = 180.0  # longest wait for the sandbox's pod to answer
+ARGO_DAYS = 30  # least age of Argo's logs and copies of manifests that a collection removes
 CONNECT_SECONDS = 4.0  # longest wait for one connection
 
 
@@ -68,7 +69,8 @@ def collect(here: PodEnvironment, keep: int, days: float, dry_run: bool, cluster
         left, maps = leftovers(cluster)
         states = states_of(cluster)
         live = {run for run, state in states.items() if state not in ENDED}
-        what = gc.plan(store, keep, days, live, states.__contains__)
+        scheduled = filter(None, [os.environ.get("CUDA_AGENT_SCHEDULED")])
+        what = gc.plan(store, keep, days, live, states.__contains__, [*scheduled])
         found = what.to_json() | {"pools": left, "config maps": maps, "removed": not dry_run}
         found["searches"] = searches.collect(cluster, store, here.mlflow, days, dry_run)
         if not dry_run:
@@ -77,8 +79,10 @@ def collect(here: PodEnvironment, keep: int, days: float, dry_run: bool, cluster
             for name in maps:
                 cluster.delete("ConfigMap", name)
             gc.collect(store, what)
+            before = time.time() - max(days, ARGO_DAYS) * 86400
+            store.delete_all(key for key, (_, changed) in store.sizes("argo").items() if changed < before)
     if not dry_run:
-        found |= rows.tidy(here.mlflow, store.uri, what.runs, what.sweeps, what.still)
+        found |= rows.tidy(here.mlflow, runs.store_id(store), what.runs, what.sweeps, what.still)
     return found
 
 

@@ -2,6 +2,7 @@
 
     Secret          the token that the run's stages send to the servers
     Service         gives each server a separate address (headless)
+    PodDisruptionBudget   says how many of the servers may be evicted at once, as when nodes are drained
     NetworkPolicy   lets only the run's stages, or the pods of a search, connect to the servers; the servers connect to
                     nothing, not even DNS
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
@@ -13,6 +14,7 @@ run starts, ``objects`` fills in the name of the run's Workflow.
 The modules ``engines`` and ``rayjobs`` use helpers of this module."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -106,6 +108,12 @@ def labels_of(component: str) -> dict[str, str]:
     return {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: component, POOL_LABEL: RUN_NAME}
 
 
+def egress_is_open() -> bool:
+    """Returns whether the chart does not restrict egress (``networkPolicy.enabled=false``).  Then a policy that allows
+    some egress of a pod would forbid the rest."""
+    return "CUDA_AGENT_OPEN_EGRESS" in os.environ
+
+
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Returns peers for a rule of a NetworkPolicy.  Each mapping in ``labels`` selects the pods with its labels."""
     return [{"podSelector": {"matchLabels": own}} for own in labels]
@@ -126,10 +134,11 @@ def network_policy(
     return new_object("NetworkPolicy", name, labels, spec=spec)
 
 
-def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns templates of a headless Service and a NetworkPolicy for the servers of ``component``, such as
-    ``sandbox``.  The Service gives each server an address.  The policy lets only ``clients``, a list of peers, connect
-    to the servers' ``port``.  It lets the servers connect to nothing."""
+def around_servers(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns templates of a headless Service, a PodDisruptionBudget and a NetworkPolicy for the servers of
+    ``component``, such as ``sandbox``.  The Service gives each server an address.  The budget lets one server be
+    evicted at a time, and any that is not ready.  The policy lets only ``clients``, a list of peers, connect to the
+    servers' ``port``.  It lets the servers connect to nothing."""
     name, labels = f"{RUN_NAME}-{component}", labels_of(component)
     own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: component}
     service = {
@@ -138,8 +147,14 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
         "selector": own,
         "ports": [{"name": "http", "port": port, "protocol": "TCP"}],
     }
+    budget = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",  # a server that waits for room must not stop a drain
+        "selector": {"matchLabels": own},
+    }
     return [
         new_object("Service", name, labels, spec=service),
+        new_object("PodDisruptionBudget", name, labels, spec=budget),
         network_policy(name, labels, own, [from_to(clients, port)], []),
     ]
 
@@ -222,7 +237,7 @@ def pool_objects() -> list[dict[str, Any]]:
     labels, ``RUN`` stands for the name of the run's Workflow."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     clients = peers(*({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: component} for component in ("stage", "search")))
-    return [secret, *service_and_wall("sandbox", PORT, clients), *map(_pool, ROLES)]
+    return [secret, *around_servers("sandbox", PORT, clients), *map(_pool, ROLES)]
 
 
 def _pool(role: str) -> dict[str, Any]:
@@ -265,5 +280,5 @@ def objects(
 
 def names(workflow: str) -> list[tuple[str, str]]:
     """Returns (kind, name) of every Kubernetes object of a run's sandbox servers."""
-    shared = [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
+    shared = [(kind, f"{workflow}-sandbox") for kind in ("Service", "PodDisruptionBudget", "Secret", "NetworkPolicy")]
     return [*(("StatefulSet", f"{workflow}-{role}") for role in ROLES), *shared]

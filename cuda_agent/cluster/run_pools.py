@@ -14,7 +14,8 @@ from cuda_agent.cluster.waiting import HOPELESS_SECONDS, TELL_SECONDS, is_hopele
 from cuda_agent.config import Config
 from cuda_agent.errors import BadConfiguration, TryAgain
 
-SERVERS, SHARED = ("StatefulSet", "RayJob"), ("Service", "Secret", "NetworkPolicy")  # kinds of a run's objects
+SERVERS = ("StatefulSet", "RayJob")  # kinds of a run's objects, and in the next line the others
+SHARED = ("Service", "PodDisruptionBudget", "Secret", "NetworkPolicy")
 POOL_SECONDS = 900.0  # longest wait until every pool has a ready server
 
 

@@ -136,8 +136,8 @@ def fetch(cluster: Cluster, search: str, folder: Path) -> bool:
     Raises:
         ClusterError: MLflow does not answer.
         ConfigError: The release has no MLflow, or it refuses this user."""
-    with results.mlflow(cluster) as address:
-        api = Rest(address, seconds=60.0)
+    with results.mlflow(cluster) as server:
+        api = Rest(server.address, seconds=60.0)
         rows = api.find(api.experiments(), TAG, search) if _NAME.fullmatch(search) else []
         row = next((row.run_id for row in rows if row.status == "FINISHED"), None)
         if row is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from cuda_agent.cluster import rayjobs, run_pools, templates, waiting
 from cuda_agent.cluster.api import Cluster, new_object
 from cuda_agent.cluster.pools import POOL_LABEL, ROLE_LABEL, WORKFLOW_LABEL, owned_by
-from cuda_agent.cluster.templates import PROFILE_LABEL
+from cuda_agent.cluster.templates import PROFILE_LABEL, SCHEDULED_LABEL
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUDGET, EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
@@ -129,12 +129,17 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
 def workflows(cluster: Cluster, run: str = "", sweep: str = "") -> list[dict[str, Any]]:
     """Returns summaries of the Workflows of all runs, oldest first, or only of ``run`` or of ``sweep``.  A run has a
     Workflow per attempt.  A summary has the metadata of the Workflow's ConfigMap, which has the same name and labels
-    and is a hundredth as large, and of the Workflow's status ``phase`` and ``message``."""
+    and is a hundredth as large, and of the Workflow's status ``phase`` and ``message``.  A Workflow that a schedule
+    made has no ConfigMap: its summary has its own metadata."""
     selector = f"{RUN_LABEL}={run}" if run else f"{SWEEP_LABEL}={sweep}" if sweep else RUN_LABEL
-    printed = cluster.table("Workflow", selector)
+    printed, made = cluster.table("Workflow", selector), cluster.metadata("ConfigMap", selector)
+    if not sweep and not (run and made):
+        scheduled = [about for about in cluster.metadata("Workflow", SCHEDULED_LABEL) if run in ("", about["name"])]
+        printed |= cluster.table("Workflow", SCHEDULED_LABEL) if scheduled else {}
+        made = made + [about | {"labels": about["labels"] | {RUN_LABEL: about["name"]}} for about in scheduled]
     found = [
         {"metadata": about, "status": {key: printed[about["name"]].get(name) or "" for key, name in _PRINTED}}
-        for about in cluster.metadata("ConfigMap", selector)
+        for about in made
         if about["name"] in printed
     ]
     never_began = {about["name"] for about in cluster.metadata("Workflow", f"{selector},{STOPPED_LABEL}")}
@@ -213,16 +218,21 @@ def phase(workflow: dict[str, Any]) -> str:
 
 
 def exit_code(workflow: dict[str, Any]) -> int:
-    """Returns the exit code of a run that has ended: 0, 75 if it was stopped, otherwise that of the step that failed.
-    A step that was killed, or left no exit code, counts as a bug."""
+    """Returns the exit code of a run that has ended: 0, 75 if it was stopped, otherwise that of the step that failed,
+    in its last attempt.  A step that was killed, or left no exit code, counts as a bug."""
     if phase(workflow) == "Succeeded":
         return EXIT_DONE
     if workflow["spec"].get("shutdown"):
         return EXIT_RETRY
     nodes = workflow.get("status", {}).get("nodes", {}).values()
-    failed = [node for node in nodes if node.get("type") == "Pod" and node.get("phase") == "Failed"]
-    codes = [(node.get("outputs") or {}).get("exitCode") for node in failed]
-    return next((code for code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUDGET) if str(code) in codes), EXIT_BUG)
+    last = {}  # step -> its last attempt; a pod is called STEP(ATTEMPT)
+    for node in sorted(nodes, key=lambda node: node.get("startedAt") or ""):
+        if node.get("type") == "Pod":
+            last[re.sub(r"\(\d+\)$", "", node.get("displayName", ""))] = node
+    failed = [node for node in last.values() if node.get("phase") == "Failed"]
+    codes = {str((node.get("outputs") or {}).get("exitCode")) for node in failed}
+    final = next((code for code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUDGET) if str(code) in codes), EXIT_BUG)
+    return EXIT_RETRY if codes == {str(EXIT_RETRY)} else final
 
 
 def resume(cluster: Cluster, last: dict[str, Any]) -> Submission:
@@ -237,6 +247,8 @@ def resume(cluster: Cluster, last: dict[str, Any]) -> Submission:
     if now == "Succeeded":
         raise ConfigError(f"Run {name} is done; there is nothing to go on with.")
     metadata = last["metadata"]
+    if SCHEDULED_LABEL in metadata["labels"]:
+        raise ConfigError(f"Run {name} was started by a schedule. Submit its configuration as a new run to go on.")
     spec = cluster.get("Workflow", metadata["name"])["spec"]
     text = cluster.get("ConfigMap", metadata["name"])["data"]["config.json"]
     ours = (RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL)

@@ -13,6 +13,7 @@ from cuda_agent.cluster.api import Cluster, ClusterError
 
 PROFILE_LABEL, JOB_LABEL = "cuda-agent.io/profile", "cuda-agent.io/maintenance"
 SEARCH_LABEL = "cuda-agent.io/search"
+SCHEDULED_LABEL = "cuda-agent.io/scheduled"  # of a Workflow that a schedule made: its run has the Workflow's name
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,6 @@ def tell(url: str, facts: dict[str, Any]) -> None:
 
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
     try:
-        httpx.post(url, json={"text": text} | facts, timeout=10, verify=trusted()).raise_for_status()
-    except httpx.HTTPError as error:
+        httpx.post(url.strip(), json={"text": text} | facts, timeout=10, verify=trusted()).raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # the address is a secret

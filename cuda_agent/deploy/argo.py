@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from cuda_agent.cluster import pools
 from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.rayjobs import DAY, can_be_spread, task_name
+from cuda_agent.cluster.templates import SCHEDULED_LABEL
 from cuda_agent.pipeline.graph import ROWS, Stage, check
 from cuda_agent.pipeline.locks import COLLECTION_SECONDS
 
@@ -148,6 +149,7 @@ def cron_workflow() -> dict[str, Any]:
         "startingDeadlineSeconds": 3600,
         "successfulJobsHistoryLimit": 4,
         "failedJobsHistoryLimit": 4,
+        "workflowMetadata": {"labels": {SCHEDULED_LABEL: "yes"}},
         "workflowSpec": {
             "workflowTemplateRef": {"name": f"{NAME}-{version_name()}"},
             "arguments": {"parameters": [{"name": "run", "value": ""}, {"name": "config", "value": ""}]},

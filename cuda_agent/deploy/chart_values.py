@@ -150,6 +150,9 @@ class Access(ValuesGroup):
 
 class Admission(ValuesGroup):
     enabled: bool = value(True, "whether to refuse Workflows that are not made from this release's templates")
+    releases: list[Name] = value(
+        [], "other releases in this namespace, as `--release` names them; their templates are accepted, too"
+    )
     exemptUsers: list[str] = value(
         [], "users that are not checked, such as `system:serviceaccount:argo:argo` if Argo has `workflowDefaults`"
     )
@@ -335,7 +338,7 @@ class Values(ValuesGroup):
     )
     maxUnavailable: Annotated[int, Field(ge=0)] = value(
         1,
-        "how many servers of all runs (sandboxes, engines) may be evicted at once, as when nodes are drained",
+        "how many sandboxes of a run, and how many of its engines, may be evicted at once, as when nodes are drained",
     )
     nodeSelector: dict[str, str] = value({}, "labels of the nodes of all pods for which a profile names none")
     tolerations: list[Object] = value([], "node taints that all pods tolerate for which a profile names none")

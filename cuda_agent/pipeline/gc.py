@@ -53,6 +53,7 @@ def plan(
     days: float = DAYS,
     live: Collection[str] = (),
     known: Callable[[str], bool] = lambda run: False,
+    configs: Collection[str] = (),
 ) -> Plan:
     """Returns the runs and objects to remove from ``store``.
 
@@ -62,7 +63,8 @@ def plan(
         days: Runs that were active in so many days are kept.
         live: Names of the runs that are under way.
         known: Returns whether ``live`` would have the name of a run if it were under way.  Otherwise the run may be
-            under way on another machine, until it has been quiet for a day."""
+            under way on another machine, until it has been quiet for a day.
+        configs: Hashes of configurations that stay, because a schedule names them."""
     objects = {prefix: store.sizes(prefix) for prefix in _ORDER}
     records, now = list_runs(store, indexed=False), time.time()
     own: dict[str, list[str]] = defaultdict(list)  # run -> its keys
@@ -86,7 +88,8 @@ def plan(
     named = active | set(live) | set(pinned)
     kept = [run for unit in _units(records, keep, named) for run in unit]
     names = {run.name for run in kept}
-    needed = {config_entry(run.config) for run in kept} | {key for name in names for key in own[name]}
+    needed = {config_entry(sha256) for sha256 in [*(run.config for run in kept), *configs]}
+    needed |= {key for name in names for key in own[name]}
     manifests = [key for key in needed if key.endswith("/manifest.json")]
     made = [Manifest.from_bytes(data) for data in side_by_side(store.find, manifests) if data is not None]
     finished = {f"{one.stage}/{one.key}" for one in made}  # results that kept runs use

@@ -3,6 +3,7 @@
 A thread of ``tracking.Mirror`` sends the records to MLflow.  The method ``close`` waits for MLflow.  No other method
 does."""
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,9 +16,9 @@ from cuda_agent.context import SCORE
 from cuda_agent.errors import EXIT_DONE, EXIT_RETRY
 from cuda_agent.pipeline.graph import ROWS, Stage, policy_of
 from cuda_agent.pipeline.manifest import Manifest
-from cuda_agent.pipeline.runs import agree
+from cuda_agent.pipeline.runs import agree, store_id
 from cuda_agent.storage import Store
-from cuda_agent.tracking import MANIFEST_TAG, POLICY_TAG, Metrics, Mirror, Sweep, read_metrics, read_notes
+from cuda_agent.tracking import MANIFEST_TAG, POLICY_TAG, RELEASE_TAG, Metrics, Mirror, Sweep, read_metrics, read_notes
 
 NOTES_CHARACTERS = 4000  # most characters of a stage's notes in a tag
 _EVALUATIONS = [row.name for row in ROWS if row.about]  # the place in this list is the step of a run's scores
@@ -55,11 +56,13 @@ class Recorder:
             return
         name = config.run.sweep
         sweep = Sweep(name, partial(agree, store, f"sweeps/{name}/mlflow")) if name else None
-        self._mirror = Mirror(uri, config.run.pipeline, run, artifacts, trouble, sweep)
+        self._mirror = Mirror(uri, config.run.pipeline, run, artifacts, trouble, sweep, store_id(store))
         self._folder = tempfile.TemporaryDirectory()
         resolved = Path(self._folder.name) / "config.json"
         resolved.write_text(config.model_dump_json(indent=1))
         tags = {"config": sha256, "store": store.uri} | ({"mlflow.user": submitter} if submitter else {})
+        if release := os.environ.get("CUDA_AGENT_RELEASE"):
+            tags[RELEASE_TAG] = release
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 
     def running(self, stage: str, scratch: Path) -> None:

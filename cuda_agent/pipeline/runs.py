@@ -6,6 +6,7 @@ import getpass
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -236,6 +237,11 @@ def agree(store: Store, key: str, make: Callable[[], str]) -> str:
         return found.decode()
     made = make()
     return made if store.create(key, made.encode()) else store.get(key).decode()
+
+
+def store_id(store: Store) -> str:
+    """Returns a text that identifies the store, also among stores of the same URI on different servers."""
+    return agree(store, "id", lambda: secrets.token_hex(8))
 
 
 def read_config(store: Store, sha256: str) -> Config:

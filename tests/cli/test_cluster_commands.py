@@ -80,6 +80,15 @@ def test_the_logs_of_a_run_are_those_of_its_pods_and_of_the_stages_whose_pods_ar
     assert sorted(found) == [("critic", "pod c"), ("synthesis", "mlflow synthesis")]
 
 
+def test_a_pod_that_still_pulls_its_image_does_not_hide_other_logs(monkeypatch):
+    def logs(self, pod: str, follow: bool = False):
+        raise ClusterError("container main is waiting to start", 400)
+
+    monkeypatch.setattr(Logging, "logs", logs)
+    found = logs_of(monkeypatch, {"critic": "c"}, lambda place: contextlib.nullcontext(""))
+    assert found == [("synthesis", "mlflow synthesis")]
+
+
 def test_without_mlflow_the_logs_of_a_run_are_those_of_its_pods(monkeypatch):
     def off(place):
         raise ConfigError("no MLflow")

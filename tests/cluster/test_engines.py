@@ -65,7 +65,7 @@ def test_a_pool_is_for_runs_that_need_servers_and_have_none():
 def test_a_runs_objects_are_its_own_and_served_by_its_settings():
     made = of_run("policy.context=2048", "policy.engine_batch=7", "policy.vllm.gpu_memory=0.5", "policy.threads=3")
     assert {(item["kind"], item["metadata"]["name"]) for item in made} == {
-        ("Service", "night-engine"), ("NetworkPolicy", "night-engine"), ("StatefulSet", "night-engine"),
+        *((kind, "night-engine") for kind in ("Service", "PodDisruptionBudget", "NetworkPolicy", "StatefulSet")),
     }  # fmt: skip
     assert all(item["metadata"]["ownerReferences"][0]["uid"] == "uid-1" for item in made)
     assert '"RUN' not in json.dumps(made)

@@ -82,9 +82,38 @@ def test_no_command_reads_the_workflows_of_other_runs(api, place, capsys):
     ):
         api.sent, api.requests = 0, []
         what()
-        assert api.sent < 100_000 and len(api.requests) <= 6, api.requests
+        assert api.sent < 100_000 and len(api.requests) <= 7, api.requests
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 121 and "running" in lines[8] and "abababab" in lines[8], "the first is the head"
+
+
+def test_a_run_that_a_schedule_started_is_listed_found_and_stopped(api, place):
+    run(api, "mine", "Succeeded")
+    labels = {templates.SCHEDULED_LABEL: "yes", templates.PROFILE_LABEL: "cpu"}
+    api.add("Workflow", "kernels-1764381600", labels, spec={}, status={"phase": "Running"})
+    assert {cluster.run_of(item) for item in cluster.workflows(place)} == {"mine", "kernels-1764381600"}
+    found = cluster.find(place, "kernels-17643")
+    assert cluster.phase(found) == "Running" and cluster.find(place, "kernels-1764381600") == found
+    cluster.cancel(place, found, now=False)
+    assert api.objects["workflows", "kernels-1764381600"]["spec"]["shutdown"] == "Stop"
+    api.objects["workflows", "kernels-1764381600"]["status"]["phase"] = "Failed"
+    with pytest.raises(ConfigError, match="was started by a schedule"):
+        cluster.resume(place, cluster.find(place, "kernels-1764381600"))
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [(["75", "75"], 75), (["75", "1"], 1), (["1", "75"], 75), (["78"], 78), (["75", ""], 1), (["79"], 79)],
+)
+def test_the_exit_code_of_a_run_is_that_of_the_last_attempt_of_its_step(codes: list[str], expected: int):
+    nodes = {
+        str(number): node("rft", "Failed", code)
+        | {"displayName": f"rft({number})", "startedAt": f"2026-01-01T00:00:0{number}Z"}
+        for number, code in enumerate(codes)
+    }
+    nodes["done"] = node("warmup", "Succeeded", "0")
+    workflow = {"metadata": {}, "spec": {}, "status": {"phase": "Failed", "nodes": nodes}}
+    assert cluster.exit_code(workflow) == expected
 
 
 def test_lists_come_in_pages(api, place, monkeypatch):
@@ -93,7 +122,7 @@ def test_lists_come_in_pages(api, place, monkeypatch):
         run(api, f"r-{number:02}", "Succeeded")
     assert [cluster.run_of(item) for item in cluster.workflows(place)] == [f"r-{number:02}" for number in range(20)]
     assert len(place.all("Workflow")) == 20
-    assert len(api.requests) == 10 and all("limit=7" in request for request in api.requests)
+    assert len(api.requests) == 11 and all("limit=7" in request for request in api.requests)
 
 
 def test_a_name_is_one_run_although_others_begin_with_it(api, place):
@@ -259,7 +288,11 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock on which only pauses take time: a second takes five."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + 5 * seconds))
+
+    def sleep(seconds: float) -> None:
+        now[0] += 5 * seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
 
 
 def ends_after(api: FakeApi, requests: int, phase: str, code: str) -> None:

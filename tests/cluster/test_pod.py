@@ -157,6 +157,17 @@ def test_only_what_a_change_concerns_runs_again(tmp_path, here):
     assert plan["make"] == "cached"
 
 
+def test_results_of_an_earlier_attempt_that_must_be_made_again_are_not_those_of_the_run(tmp_path, here, monkeypatch):
+    sha256 = submitted(here, settings(tmp_path))
+    whole_run(here, sha256)
+    monkeypatch.setattr(pod, "serve_from_cache", lambda *_: None)  # as after an upgrade
+    assert set(prepare(here, sha256).values()) == {"run", ""} and outputs(here) == {}
+    entry = outcome_entry("a", table.STAGES[0].name)
+    open_store(here.store).put(entry, json.dumps({"code": 79, "message": "missed"}).encode())
+    ended = finish(here, sha256, status="Failed")
+    assert (ended["code"], ended["stage"], ended["message"]) == (79, table.STAGES[0].name, "missed")
+
+
 def test_a_configuration_that_is_not_what_was_submitted_is_refused(tmp_path, here):
     sha256 = submitted(here, settings(tmp_path))
     here.config.write_text(here.config.read_text().replace('"seed":0', '"seed":1'))
@@ -344,8 +355,12 @@ def test_the_webhook_is_told_how_it_ended_and_nobody_minds_when_it_is_deaf(tmp_p
     prepare(here, sha256)
     for _ in range(2):
         finish(here, sha256, status="Failed")
+    monkeypatch.setenv("CUDA_AGENT_WEBHOOK", f"{secret}\n")  # as a secret that was made from a file
+    finish(here, sha256, status="Failed")
+    monkeypatch.setenv("CUDA_AGENT_WEBHOOK", "http://[secret-path")
+    finish(here, sha256, status="Failed")
     server.shutdown()
-    assert [facts["code"] for facts in heard] == [75, 75] and heard[0]["run"] == "a"
+    assert [facts["code"] for facts in heard] == [75, 75, 75] and heard[0]["run"] == "a"
     assert "secret-path" not in "".join(capsys.readouterr())
 
 

@@ -26,15 +26,15 @@ from tests.pages.report_inputs import make_inputs
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[results.Server]:
     with serving(tmp_path_factory.mktemp("mlflow")) as address:
-        yield address
+        yield results.Server(address)
 
 
-def left(server: str, run: str, folder: Path) -> None:
+def left(server: results.Server, run: str, folder: Path) -> None:
     """A run's report, left in MLflow by a mirror as ``finish`` leaves it."""
     config = Config()
-    here = pod.PodEnvironment(str(folder / "store"), server, folder / "c", folder / "p", folder)
+    here = pod.PodEnvironment(str(folder / "store"), server.address, folder / "c", folder / "p", folder)
     (folder / "report" / "assets").mkdir(parents=True)
     (folder / "report" / "index.html").write_text(f"<p>{run}</p>")
     (folder / "report" / "report.json").write_text("{}")
@@ -62,7 +62,7 @@ def test_finish_leaves_the_trace_beside_the_report(server, tmp_path, monkeypatch
         yield server
 
     config = Config.model_validate({"run": {"store": str(tmp_path / "local"), "mlflow": "off"}})
-    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server.address, tmp_path / "c", tmp_path / "p", tmp_path)
     text, sha256 = freeze(config)
     here.config.write_text(text)
     pod.prepare(here, "traced", sha256, "traced", None, [], table.STAGES)
@@ -76,7 +76,7 @@ def test_finish_leaves_the_trace_beside_the_report(server, tmp_path, monkeypatch
 
 def test_a_run_without_a_report_and_a_run_that_nobody_knows_are_said_so(server, tmp_path):
     config = Config()
-    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server.address, tmp_path / "c", tmp_path / "p", tmp_path)
     with pod._recording(here, open_store(here.store), config, freeze(config)[1], "begun", STAGES):
         pass
     with pytest.raises(ConfigError, match="Run begun has no report yet"):
@@ -86,18 +86,22 @@ def test_a_run_without_a_report_and_a_run_that_nobody_knows_are_said_so(server, 
     assert not (tmp_path / "a").exists()
 
 
-def in_pods(server: str, folder: Path, run: str, epochs: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, int]:
+def in_pods(
+    server: results.Server, folder: Path, run: str, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Config, int]:
     """The drill's graph as pods run it, as far as it goes; its configuration, and the last exit code."""
     config = Config.model_validate({"critic": {"epochs": epochs}})
     text, sha256 = freeze(config)
     monkeypatch.setenv("CUDA_AGENT_HOME", str(folder / "home"))
     (folder / "home" / "cache").mkdir(parents=True, exist_ok=True)
-    here = pod.PodEnvironment(str(folder / "store"), server, folder / f"{run}.json", folder / "plan", folder / "work")
+    here = pod.PodEnvironment(
+        str(folder / "store"), server.address, folder / f"{run}.json", folder / "plan", folder / "work"
+    )
     here.config.write_text(text)
     plan = pod.prepare(here, run, sha256, run, None, [], table.STAGES)
     script = (
         "import sys; from pathlib import Path; from cuda_agent.cluster import pod; from drill import table\n"
-        f"here = pod.PodEnvironment({here.store!r}, {server!r}, work=Path({str(here.work)!r}))\n"
+        f"here = pod.PodEnvironment({here.store!r}, {server.address!r}, work=Path({str(here.work)!r}))\n"
         f"sys.exit(pod.run_stage(here, sys.argv[1], {run!r}, {sha256!r}, table.NAME))"
     )
     environment = os.environ | {
@@ -133,7 +137,7 @@ def test_two_runs_are_compared_by_what_they_left_and_as_their_store_compares_the
 def test_the_scores_of_runs_and_the_runs_of_a_sweep_are_read_from_mlflow(server, tmp_path):
     (tmp_path / "said").mkdir()
     store = open_store(tmp_path / "store")
-    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server.address, tmp_path / "c", tmp_path / "p", tmp_path)
     for run, seed in (("s-1", 1), ("s-2", 2)):
         config = Config.model_validate({"seed": seed, "run": {"name": run, "sweep": "s"}})
         with pod._recording(here, store, config, freeze(config)[1], run, STAGES) as recorder:
@@ -169,7 +173,7 @@ def test_what_mlflow_missed_is_told_by_finish(server, tmp_path, monkeypatch):
     """The pod of the stage wrote its log into the store and could not reach MLflow."""
     config = Config()
     text, sha256 = freeze(config)
-    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "plan", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server.address, tmp_path / "c", tmp_path / "plan", tmp_path)
     here.config.write_text(text)
     pod.prepare(here, "deaf", sha256, "deaf", None, [], table.STAGES)
     open_store(here.store).put("runs/deaf/make/log.txt", b"what it said\n")
@@ -198,7 +202,7 @@ def test_the_episodes_of_a_stage_are_fetched_also_where_the_cache_served_it(serv
         outputs={"scores": store.put_folder(inputs["scores-rft"])}, metrics="m", seconds=1.0, finished="",
     )  # fmt: skip
     config = Config()
-    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    here = pod.PodEnvironment(str(tmp_path / "store"), server.address, tmp_path / "c", tmp_path / "p", tmp_path)
     files = episodes.packed(store, made, tmp_path / "packed")
     for run, told in (("player", {"artifacts": files}), ("again", {})):
         with pod._recording(here, store, config, freeze(config)[1], run, STAGES) as recorder:

@@ -516,7 +516,9 @@ def test_a_profile_takes_what_it_does_not_set_from_its_base():
     assert mine["report"]["container"]["resources"] == its["report"]["container"]["resources"]
     assert mine["agentic"]["nodeSelector"] == {"gpu": "h200"} and "nodeSelector" not in its["agentic"]
     assert h200["spec"]["parallelism"] == 1 and h200["metadata"]["annotations"]["cuda-agent.io/gpus"] == "1"
-    replicas = {item["metadata"]["name"]: item["spec"]["replicas"] for item in pools(items, "h200")[3:]}
+    replicas = {
+        item["metadata"]["name"]: item["spec"]["replicas"] for item in of_kind(pools(items, "h200"), "StatefulSet")
+    }
     assert replicas == {"RUN-workspace": 2, "RUN-build": 2, "RUN-evaluate": 8}
     (small,) = of_kind(items, "WorkflowTemplate", "-small-")  # the base is cpu
     assert steps(small)["rft"]["nodeSelector"] == {"a": "b"}
@@ -566,7 +568,10 @@ def test_stages_with_a_gpu_and_pools_with_a_gpu_tolerate_its_nodes():
     assert by_name["agentic"]["container"]["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert by_name["agentic"]["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert "nvidia.com/gpu" not in by_name["report"]["container"]["resources"]["limits"]
-    by_role = {item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in pools(items, "gpu")[3:]}
+    by_role = {
+        item["metadata"]["name"]: item["spec"]["template"]["spec"]
+        for item in of_kind(pools(items, "gpu"), "StatefulSet")
+    }
     assert by_role["RUN-evaluate"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in json.dumps(by_role["RUN-build"])
 
@@ -650,7 +655,10 @@ def test_claims_take_the_place_of_counted_gpus():
     items = objects(merged(ALONE, {"gpu": gpu, "profiles": {"gpu": profile}}))
     (made,) = of_kind(items, "WorkflowTemplate", "-gpu-")
     stages = {item["name"]: item for item in made["spec"]["templates"]}
-    servers = {item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in pools(items, "gpu")[3:]}
+    servers = {
+        item["metadata"]["name"]: item["spec"]["template"]["spec"]
+        for item in of_kind(pools(items, "gpu"), "StatefulSet")
+    }
     templates = {item["metadata"]["name"]: item["spec"]["spec"] for item in of_kind(items, "ResourceClaimTemplate")}
     (judge,) = servers["RUN-evaluate"]["resourceClaims"]
     (asked,) = templates[judge["resourceClaimTemplateName"]]["devices"]["requests"]
@@ -829,7 +837,7 @@ def test_the_policy_admits_only_this_releases_templates():
         "kubernetes.io/metadata.name": "ns"
     }
     text = json.dumps(policy["spec"]["validations"])
-    assert "^r-cuda-agent-[a-z0-9-]+$" in text and "clusterScope" in text
+    assert "^(r-cuda-agent)-[a-z0-9-]+$" in text and "clusterScope" in text
 
 
 @needs_helm

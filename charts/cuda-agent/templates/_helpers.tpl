@@ -137,7 +137,11 @@ read. A JSON list. */}}
 {{- $uri := printf "s3://%s%s" .Values.store.bucket (ternary "" (printf "/%s" $prefix) (empty $prefix)) -}}
 {{- $environment := concat (include "cuda-agent.store-environment" . | fromJsonArray) (list
   (dict "name" "CUDA_AGENT_STORE" "value" $uri)
+  (dict "name" "CUDA_AGENT_RELEASE" "value" (printf "%s/%s" .Release.Namespace (include "cuda-agent.fullname" .)))
   (dict "name" "CUDA_AGENT_MLFLOW" "value" (include "cuda-agent.tracking-uri" .))) -}}
+{{- if not .Values.networkPolicy.enabled -}}
+{{- $environment = append $environment (dict "name" "CUDA_AGENT_OPEN_EGRESS" "value" "yes") -}}
+{{- end -}}
 {{- if .Values.privateCa.existingSecret -}}
 {{- $environment = append $environment (dict "name" "CUDA_AGENT_CA_FILE" "value" "/etc/cuda-agent/ca/ca.crt") -}}
 {{- end -}}
