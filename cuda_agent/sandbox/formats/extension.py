@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.sandbox.formats.python import check_module
+from cuda_agent.sandbox.formats.rules import tokens
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.wire import TaskSpec
 
@@ -64,5 +65,11 @@ def sources_of(files: Mapping[str, str], device: str) -> tuple[dict[str, str], l
         foreign.update(found)
     built = sources | {name: (_HERE / name).read_text() for name in (HEADER, _SURFACE)}
     built |= {f"surface/{name}": f'#pragma once\n#include "{_SURFACE}"\n' for name in foreign}
-    text = "".join(sources.values())
-    return built, units, [name for name in ("cublas", "cudnn") if device == "cuda" and name in text]
+    libraries = ("cublas", "cudnn") if device == "cuda" else ()
+    return built, units, [name for name in libraries if any(_names(source, name) for source in sources.values())]
+
+
+def _names(source: str, library: str) -> bool:
+    """Returns whether the code of ``source`` names ``library``; its comments and strings do not count."""
+    said = (token.text for token in tokens(source) if token.kind in ("include", "name"))
+    return library in source and any(library in text for text in said)

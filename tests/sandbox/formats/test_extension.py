@@ -158,6 +158,14 @@ def test_a_long_run_of_newlines_takes_no_time() -> None:
     assert time.process_time() - begin < 5, "it took minutes: the square of the run"
 
 
+def test_a_library_that_only_a_comment_names_is_not_linked() -> None:
+    files = {
+        "kernels/a.cpp": '// no cudnn here\nauto s = "cudnn";\nREGISTER_BINDING(f, f);',
+        "kernels/b.cu": "int cublasx;",
+    }
+    assert extension.sources_of(files, "cuda")[2] == ["cublas"] and extension.sources_of(files, "cpu")[2] == []
+
+
 @pytest.mark.parametrize("binding", ["REGISTER_BINDING (f, f);", "namespace a { REGISTER_BINDING(f, f); }"])
 def test_a_binding_may_stand_anywhere_on_a_line(binding: str) -> None:
     assert extension.sources_of({"kernels/a.cpp": binding}, "cpu")[1] == ["kernels/a.cpp"]
