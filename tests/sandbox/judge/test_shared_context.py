@@ -6,6 +6,7 @@ import pytest
 
 from cuda_agent.sandbox.jail.processes import WorkerError
 from cuda_agent.sandbox.judge import shared_context
+from cuda_agent.sandbox.judge.memory import device
 from cuda_agent.sandbox.judge.shared_context import SharedContext, is_best, may_share
 from cuda_agent.sandbox.messages import WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits
@@ -116,10 +117,22 @@ def test_areas_are_wiped_and_replaced_only_if_one_is_too_small(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(shared_context, "Area", Made)
+    monkeypatch.setattr(device, "Area", Made)
     first: Any = context.areas(100, 10)
     assert context.areas(90, 10) == first and [area.wiped for area in first] == [2, 2]
     second: Any = context.areas(20, 11)
     assert [area.size for area in second] == [100, 11] and all(area.closed for area in first)
     context.end()
     assert all(area.closed for area in second)
+    made: list[Made] = []
+
+    def of(size: int) -> Made:
+        if made:
+            raise MemoryError
+        made.append(Made(size))
+        return made[0]
+
+    monkeypatch.setattr(Made, "of", of)
+    with pytest.raises(MemoryError):
+        context.areas(1000, 1000)
+    assert made[0].closed, "else its memory would be lost"
