@@ -16,8 +16,9 @@ method, however often it is judged. The sandbox judges it once for all methods o
 time. After every verdict there is a best speed-up so far over the faster of eager and ``torch.compile``, or 0 without a
 correct solution. The area is the mean of these numbers over all verdicts of the budget; a method that ends early keeps
 its last number. Each task has one area, the mean over ``--seeds``. The intervals draw tasks again, with the areas of
-all methods. The ceiling is the area of a method whose first verdict is on the fastest solution that any method found
-with any seed: no method can have more.
+all methods; with ``--combine`` they draw files first, and then tasks within each: a file's tasks share a policy. The
+ceiling is the area of a method whose first verdict is on the fastest solution that any method found with any seed: no
+method can have more.
 
 With enough processors, each of ``--parallel`` plays has ``sandbox.threads`` of them to itself, and the server has the
 rest. With fewer, all share one timing lease. Each play is a file below ``--work``; the same command goes on after an
@@ -33,6 +34,7 @@ import queue
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -141,6 +143,8 @@ def main() -> None:
         answers = [json.loads(file.read_text()) for file in options.combine]
         plays = [play for number, answer in enumerate(answers) for play in numbered(answer["plays"], number)]
         budget = answers[0]["budget"]
+        if any(answer["budget"] != budget for answer in answers):
+            raise SystemExit("the files have different budgets")
     else:
         budget = {"verdicts": options.verdicts, "tokens": options.tokens}
         plays = measure(options)
@@ -315,7 +319,8 @@ def compared(plays: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
         }
         for method, of in courses.items()
     }
-    others = {method: ratio(areas["search"], areas[method]) for method in METHODS if method != "search"}
+    clusters = [[at for at, task in enumerate(tasks) if cluster(task) == one] for one in sorted({*map(cluster, tasks)})]
+    others = {method: ratio(areas["search"], areas[method], clusters) for method in METHODS if method != "search"}
     by_task = {task: {method: float(areas[method][i]) for method in METHODS} for i, task in enumerate(tasks)}
     means = {method: float(found.mean()) for method, found in areas.items()}
     most = [max(best_of(play) for play in plays if play["task"] == task) for task in tasks]
@@ -327,11 +332,30 @@ def best_of(play: Mapping[str, Any]) -> float:
     return max((found[1] for course in play["courses"].values() for found in course["found"]), default=0.0)
 
 
-def ratio(areas: np.ndarray, others: np.ndarray) -> dict[str, Any]:
+def cluster(task: str) -> str:
+    """Returns the number that ``numbered`` has put before a task's name, or an empty text."""
+    return task.partition("/")[0] if "/" in task else ""
+
+
+def drawn(clusters: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns resampled tasks [RESAMPLES, tasks]: each row draws as many of ``clusters`` as there are, and then tasks
+    (positions) within each."""
+    rng, size = np.random.default_rng(0), max(map(len, clusters))
+    rows = []
+    for _ in clusters:
+        row, chosen = np.empty((RESAMPLES, size), int), rng.integers(0, len(clusters), RESAMPLES)
+        for number, own in enumerate(clusters):
+            at = chosen == number
+            row[at] = np.array(own)[rng.integers(0, len(own), (int(at.sum()), size))]
+        rows.append(row)
+    return np.concatenate(rows, axis=1)
+
+
+def ratio(areas: np.ndarray, others: np.ndarray, clusters: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Compares ``areas`` with ``others``, both [tasks]. ``means`` is the ratio of the means, with its 95 % interval
-    over resampled tasks. ``geometric`` is the geometric mean of the tasks' ratios, of tasks where both areas are above
-    0."""
-    draws = np.random.default_rng(0).integers(0, len(areas), (RESAMPLES, len(areas)))
+    over resampled clusters and tasks. ``geometric`` is the geometric mean of the tasks' ratios, of tasks where both
+    areas are above 0."""
+    draws = drawn(clusters)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where((areas > 0) & (others > 0), np.log(areas / others), np.nan)
         means = areas[draws].mean(1) / others[draws].mean(1)
@@ -342,9 +366,10 @@ def ratio(areas: np.ndarray, others: np.ndarray) -> dict[str, Any]:
     }  # fmt: skip
     known = logs[~np.isnan(logs)]
     if len(known):
-        drawn = known[np.random.default_rng(0).integers(0, len(known), (RESAMPLES, len(known)))].mean(1)
         result["geometric"] = float(np.exp(known.mean()))
-        result["geometric_interval"] = np.exp(np.quantile(drawn, [0.025, 0.975])).tolist()
+        with np.errstate(invalid="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a draw without any such task
+            result["geometric_interval"] = np.exp(np.nanquantile(np.nanmean(logs[draws], 1), [0.025, 0.975])).tolist()
     return result | {"geometric_tasks": len(known)}
 
 

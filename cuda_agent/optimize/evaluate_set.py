@@ -206,8 +206,9 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
     """Returns the rows with their scores.  A task's final score is the mean over its samples; its best score is the
-    score of its best sample.  ``SetResult.tasks`` counts all tasks except lost ones.  A task is lost if it has no
-    score and one of its records has an outcome in ``LOST``, such as a failure of the sandbox."""
+    score of its best sample.  A sample without code has failed, unless its task has no other samples.
+    ``SetResult.tasks`` counts all tasks except lost ones.  A task is lost if it has no score and one of its records has
+    an outcome in ``LOST``, such as a failure of the sandbox."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:
@@ -222,6 +223,14 @@ def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) 
             best=best[row.task].to_json() if row.task in best else None,
         )
         for row in judged
+    ]  # fmt: skip
+    sampled = {row.task for row in judged}
+    episodes += [
+        Episode(
+            id=row.record, task=row.task, kind="single", ids=[], mask=[], logprobs=[], versions=[], turns=[],
+            reward=-1.0, ended="answer", best=best[row.task].to_json() if row.task in best else None,
+        )
+        for row in rows if row.outcome == "no_solution" and row.task in sampled
     ]  # fmt: skip
     scores = score(given.name, episodes, given.tasks, settings.clock)
     scored = {outcome.task for outcome in scores.outcomes}

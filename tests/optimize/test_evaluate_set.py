@@ -100,9 +100,9 @@ def test_every_record_is_accounted_for_with_its_reason(tmp_path, judge):
     rows = table(tmp_path / "out")
     assert [row["outcome"] for row in rows] == outcomes and rows[0]["claim_eager"] == "2.0"
     assert float(rows[0]["speedup_eager"]) > 0 and not rows[1]["speedup_eager"]
-    # Two of four judged records are correct; one of two tasks that count has no record.
+    # Two of five records of the task are correct, of which one has no code; one of two tasks that count has no record.
     assert result.tasks == 2 and result.scores.tasks == 3
-    assert result.to_json()["fast_p_of_judged"][0]["eager"] == 0.5 and result.to_json()["fast_p"][0]["eager"] == 0.25
+    assert result.to_json()["fast_p_of_judged"][0]["eager"] == 0.4 and result.to_json()["fast_p"][0]["eager"] == 0.2
     assert result.scores.best.overall.passed == 1.0, "the best sample of the task"
     found = result.to_json()["claims"]
     assert found["all"] == 2 and found["rejected"] == 1 and found["measured"] == result.rows[0].speedup_eager

@@ -51,7 +51,7 @@ def test_messages_of_untrusted_code_are_one_line_that_can_be_shown(running: Runn
     assert first_errors("k.cpp:1:1: error: \x1b[2Jno\n").isprintable()
 
 
-def test_a_message_with_a_long_line_holds_nobody_up() -> None:
+def test_a_compilers_message_with_a_very_long_line_is_read_at_once() -> None:
     """It took the square of the line's length: minutes, in which the whole process stood still."""
     line = " " * 500_000
     shown = first_errors(f"k.cpp:1:1: error: static assertion failed:\n{line}^\n 12 |   int x;\n")
