@@ -228,12 +228,14 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
     Returns:
         The states of the attempts by number, the correct solutions, and the latest recorded use of the budget. The use
         has the keys "prompt" and "sampled" (tokens), "estimated" (whether a token count is an estimate), and "seconds".
-        It is empty if no use was recorded."""
+        It is empty if no time has passed."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()
     turns: dict[int, int] = {}
+    elapsed = 0.0
     for event in events:
+        elapsed = max(elapsed, float(event.get("at", 0.0)))
         number, kind = int(event["attempt"]), event["kind"]
         if number:
             state = states.setdefault(number, State())
@@ -256,6 +258,8 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
             spent = {key: event[key] for key in ("prompt", "sampled", "estimated", "seconds")}
         elif kind == "ended":
             pending.pop(number, None)
+    if elapsed:  # the time after the last answer counts, too
+        spent = {"prompt": 0, "sampled": 0, "estimated": False} | spent | {"seconds": elapsed}
     return states, findings, spent
 
 

@@ -18,6 +18,7 @@ from cuda_agent.agent.loop import MALFORMED, Calls, play, within
 from cuda_agent.agent.progress import NO_TARGET, Find, Findings, SearchBudget, State, Tell, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.tools import TOOLS, describe
+from cuda_agent.errors import SandboxUnready
 from cuda_agent.optimize.lessons import ASKED, Lesson, stated
 from cuda_agent.optimize.profile_text import profile_lines
 from cuda_agent.optimize.search_environment import SearchEnvironment, Terms
@@ -154,7 +155,7 @@ class Attempt:
 
         Raises:
             TaskError: The task cannot be run.
-            SandboxUnready: A required protection or the compiler is missing."""
+            SandboxUnready: A required protection or the compiler is missing, and no solution was found before."""
         state = self.state
         if not self._started:
             for message in self._reopened if state.messages else self._first_messages():
@@ -164,6 +165,11 @@ class Attempt:
         except ServedModelError as error:
             self.tell("note", text=str(error))
             ended = "server"
+        except SandboxUnready as error:
+            if not self.findings.by_digest:
+                raise
+            self.tell("note", text=str(error))  # what was found is kept
+            ended = "infra"
         self.tell("ended", why=ended, summary=self._summary[:4000])
         return ended
 
@@ -316,6 +322,7 @@ class Attempt:
                 if self.context <= _LEAST_CONTEXT or self.terms.style == "compact":
                     raise
                 self.context = max(_LEAST_CONTEXT, int(min(self.context, size(sent) / self.ratio + answer) * 0.7))
+                answer = min(answer, self.context // 2)
                 self.tell("note", text=f"{error}: the conversation is cut to {self.context} tokens")
                 continue
             finally:

@@ -143,13 +143,14 @@ async def benchmark(
             output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchmarkError(f"--output {output}: cannot be made: {error.strerror}") from None
-    done = 0
+    done, finished = 0, list[Episode]()
     async with open_sandbox(config.sandbox, cache) as sandbox, _playing(config, cache, player, sandbox) as play:
 
         async def job(task: Task, number: int) -> Episode:
             nonlocal done
             name = f"benchmark/{task.name}/{number}"
             episode = await play(task, seed_of(config.seed, name), name)
+            finished.append(episode)
             done += 1
             sample = f", sample {number}" if samples > 1 else ""
             what, why = in_short(episode)
@@ -158,7 +159,14 @@ async def benchmark(
 
         probes = await lint(tasks, sandbox, lambda line: say(f"check of task {line}"))
         jobs = [partial(job, task, number) for number in range(samples) for task in tasks]
-        episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
+        try:
+            episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
+        except BaseException:  # also Ctrl-C
+            if output is not None and finished:
+                write_episodes(output / "episodes.jsonl", finished)
+                kept = f"{plural(len(finished), 'episode')} of {len(jobs)}"
+                say(f"{kept} are in {output / 'episodes.jsonl'}, without scores")
+            raise
     scores = score(player.name, episodes, tasks, config.sandbox.clock, config.seed)
     scores.lets_through = {task: names(probe) for task, probe in probes.items() if probe.lets_through}
     if output is not None:

@@ -12,6 +12,7 @@ gradient are refused.  It does not support CUDA graphs.  Inputs must have the sh
 Other arguments, such as numbers, must have the same values as in the task."""
 
 import ast
+import math
 import re
 from collections.abc import Callable
 from importlib.resources import files as package_files
@@ -50,9 +51,9 @@ class ModelNew(Model):
         self._weights = None
         return super()._apply(*args, **kwargs)
 
-    def load_state_dict(self, *args, **kwargs):
+    def _load_from_state_dict(self, *args, **kwargs):  # a parent's load_state_dict calls only this
         self._weights = None
-        return super().load_state_dict(*args, **kwargs)
+        return super()._load_from_state_dict(*args, **kwargs)
 '''
 
 
@@ -236,10 +237,22 @@ def literal(text: str) -> str:
     return repr(text)
 
 
+def _repr(value: Any) -> str:
+    """Returns a Python expression of ``value``. That of an infinite number or NaN is no name, as its ``repr`` is."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(_repr, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if value else "()"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_repr(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
 def _value(values: dict[str, Any]) -> str:
     def written(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            return "[\n" + "".join(f"        {item!r},\n" for item in value) + "    ]"
-        return literal(value) if isinstance(value, str) else repr(value)
+            return "[\n" + "".join(f"        {_repr(item)},\n" for item in value) + "    ]"
+        return literal(value) if isinstance(value, str) else _repr(value)
 
     return "{\n" + "".join(f"    {key!r}: {written(value)},\n" for key, value in values.items()) + "}"

@@ -32,7 +32,7 @@ from cuda_agent.agent.progress import (
 )
 from cuda_agent.agent.tools import limiter
 from cuda_agent.config import SandboxConfig
-from cuda_agent.errors import TaskError
+from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.optimize import lessons
 from cuda_agent.optimize.archive import beside, choose
 from cuda_agent.optimize.attempt import Attempt, least_tokens
@@ -297,7 +297,11 @@ async def confirm(
         if best is None or best.strict is not None:  # a solution that strict mode refuses ranks last
             break
         transcript.tell("note", text="measuring the best solution strictly", passing=True)
-        verdict: Verdict | None = await unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
+        try:
+            verdict: Verdict | None = await unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
+        except SandboxUnready as error:
+            transcript.tell("note", text=f"the best solution is not confirmed: {error}")
+            verdict = None
         if verdict is not None:
             said = {"verdict": verdict.to_json(), "files": best.solution.files, "factor": factor(verdict)}
             transcript.tell("verdict", attempt=best.attempt, command="end", **said)

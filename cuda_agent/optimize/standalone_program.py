@@ -5,15 +5,19 @@ The times include the call through Python, and are taken in a few seconds.  They
 measures more carefully, and checks that a solution does not cheat."""
 
 import functools as _functools
+import linecache as _linecache
 import statistics as _statistics
+import sys as _sys
 import time as _time
+import types as _types
 from typing import Any as _Any
 
 import torch
 
 
 def _for_inference(forward: _Any) -> _Any:
-    """Returns ``forward``, a method of a model.  It raises ValueError if it is asked for gradients of its inputs."""
+    """Returns ``forward``, a method of a model, for contiguous inputs.  It raises ValueError if it is asked for
+    gradients of its inputs."""
 
     @_functools.wraps(forward)
     def checked(self: _Any, *args: _Any, **kwargs: _Any) -> _Any:
@@ -22,9 +26,18 @@ def _for_inference(forward: _Any) -> _Any:
                 "an input requires a gradient, and ModelNew computes none, because it is made for inference: call it "
                 "inside torch.no_grad(), or give it tensor.detach()"
             )
-        return forward(self, *args, **kwargs)
+        return forward(self, *_contiguous(args), **_contiguous(kwargs))
 
     return checked
+
+
+def _contiguous(value: _Any) -> _Any:
+    """Returns ``value`` with contiguous tensors, also in lists, tuples and dicts: only such were judged."""
+    if isinstance(value, torch.Tensor):
+        return value.contiguous() if value.layout == torch.strided else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_contiguous, value))
+    return {key: _contiguous(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _tensors(value: _Any) -> list[torch.Tensor]:
@@ -43,9 +56,10 @@ def _on(device: str, value: _Any) -> _Any:
 
 def _names(code: str) -> dict[str, _Any]:
     """Runs ``code``, the source of the original, and returns the names that it defines."""
-    names: dict[str, _Any] = {"__name__": "original"}
-    exec(compile(code, "model.py", "exec"), names)
-    return names
+    module = _sys.modules["original"] = _types.ModuleType("original")  # dataclasses look it up here
+    _linecache.cache["model.py"] = (len(code), None, code.splitlines(True), "model.py")  # Triton reads sources
+    exec(compile(code, "model.py", "exec"), module.__dict__)
+    return module.__dict__
 
 
 def _compare(original: dict[str, _Any], new_model: type, device: str, train: bool, tolerance: float) -> int:

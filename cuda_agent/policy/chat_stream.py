@@ -141,12 +141,12 @@ class Turn:
                 call.setdefault("index", index)
             reason = choice.get("finish_reason") or "stop"
             self._take({"choices": [{"delta": choice["message"], "finish_reason": reason}]})
-            self._usage = data.get("usage") or {}
+            self._usage = _counts(data.get("usage"))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise NoTurn(f"{type(error).__name__}: {error}") from None
 
     def _take(self, chunk: dict[str, Any]) -> None:
-        self._usage = chunk.get("usage") or self._usage
+        self._usage = _counts(chunk.get("usage")) or self._usage
         for choice in (chunk.get("choices") or [])[:1]:
             self._finish = str(choice.get("finish_reason") or self._finish)
             delta = choice.get("delta") or {}
@@ -245,6 +245,12 @@ class Turn:
             malformed=malformed,
             refused=f"the model refuses: {refusal}" if refusal else filtered,
         )
+
+
+def _counts(usage: Any) -> dict[str, Any]:
+    """Returns the numbers of tokens in ``usage``, which may be anything."""
+    items = usage.items() if isinstance(usage, dict) else ()
+    return {name: count for name, count in items if isinstance(count, int) and not isinstance(count, bool)}
 
 
 def _is_another(call: Mapping[str, Any], key: str, name: str, piece: str) -> bool:

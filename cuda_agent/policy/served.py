@@ -51,6 +51,7 @@ _OPTIONAL = {
     "stream_options": "stream_options", "parallel_tool_calls": "parallel_tool_calls", "tool_choice": "tool_choice",
     "max_completion_tokens": "max_tokens", "seed": "seed", "temperature": "temperature",
 }  # fmt: skip
+_IN_SECONDS = re.compile(r"(?:retry|again)\W{0,4}(?:in|after|delay)\W{0,6}(\d{1,4}(?:\.\d+)?) ?s(?:ec|\b)", re.I)
 _TOO_LONG = re.compile(
     r"context.{0,40}(length|window|size)|too (long|many) (tokens|prompt|input)|prompt is too long", re.I
 )
@@ -117,7 +118,9 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         check_address(url, key_env)
         self.url, self.model, self.form = url.rstrip("/"), model, form
         self._name = f"{self.url} with model {model}"
-        self._key, self._key_env = os.environ.get(key_env, ""), key_env
+        self._key, self._key_env = os.environ.get(key_env, "").strip(), key_env  # a file's key ends with a new line
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise ServedModelRefused(f"the key in {key_env} has characters that no HTTP header can hold")
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=30.0), headers=headers)
         self._pause = pause
@@ -149,7 +152,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         except Refused as refused:
             raise ServedModelRefused(await self._named(refused)) from None
         except (httpx.HTTPError, Again) as error:
-            raise ServedModelError(f"{self.url} does not answer: {type(error).__name__} {error}".strip()) from None
+            said = self._clean(f"{type(error).__name__} {error}".strip())
+            raise ServedModelError(f"{self.url} does not answer: {said}") from None
         except (ValueError, KeyError, TypeError, RecursionError):
             return []
 
@@ -183,10 +187,12 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
             except (Again, httpx.HTTPError) as error:
                 failures += 1
                 problem = str(error) if isinstance(error, Again) else f"{type(error).__name__} {error}".strip()
+                problem = self._clean(problem)
                 if failures > RETRIES:
                     raise ServedModelError(f"{self._name}: {problem}") from None
                 asked = error.after if isinstance(error, Again) else None
                 own = self._pause * 2.0 ** (failures - 1) * random.uniform(1.0, 1.25)
+                own *= 4 if problem.startswith("HTTP 429") else 1  # limits are often those of a minute
                 pause = min(own if asked is None else asked, _LONGEST_PAUSE)
                 hear("again", "")
                 hear("wait", f"{problem}; again in {pause:.0f} s")
@@ -263,7 +269,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         if is_spent(said) or answer.status_code == 402:
             raise Refused(problem, spent=True)
         if answer.status_code in _AGAIN:
-            raise Again(problem, _retry_after(answer.headers.get("retry-after")))
+            after, told = _retry_after(answer.headers.get("retry-after")), _IN_SECONDS.search(said)
+            raise Again(problem, float(told[1]) if after is None and told else after)
         if answer.status_code in (401, 403):
             there = "is refused" if self._key else "is not set"
             raise ServedModelRefused(f"{self._name}: {problem} (the key in {self._key_env} {there})")

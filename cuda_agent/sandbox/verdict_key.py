@@ -31,7 +31,7 @@ def verdict_key(config: SandboxConfig, made: Sequence[str], task: Task, solution
 
 def software(device: str) -> list[str]:
     """Returns the versions of torch and of the compilers that solutions for ``device`` may use."""
-    return [importlib.metadata.version("torch"), *toolchain.compilers(device)]
+    return [importlib.metadata.version("torch"), *toolchain.identities(device)]
 
 
 @lru_cache

@@ -23,6 +23,14 @@ def test_an_attempt_that_was_cut_off_in_a_turn_goes_on_from_the_turn_before():
     assert [said["role"] for said in states[1].messages] == ["user", "assistant", "tool", "user"]
 
 
+def test_time_after_the_last_answer_counts():
+    used = event("spent", prompt=5, sampled=6, estimated=True, seconds=60.0, at=60.0)
+    assert replayed([used, event("note", text="judging", at=90.0)])[2] == {
+        "prompt": 5, "sampled": 6, "estimated": True, "seconds": 90.0,
+    }  # fmt: skip
+    assert replayed([event("turn", turn=0, at=3.0)])[2]["seconds"] == 3.0 and replayed([event("turn", turn=0)])[2] == {}
+
+
 def test_a_fault_of_the_sandbox_is_no_strict_verdict_on_a_solution():
     def judged(status, mode):
         verdict = Verdict(status, "plan", mode, "cpu", "real", seconds=1.0, eager_seconds=2.0)

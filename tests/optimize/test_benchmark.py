@@ -23,7 +23,7 @@ from cuda_agent.optimize.benchmark import (
 from cuda_agent.optimize.score_text import benchmark_lines
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry
-from cuda_agent.policy.episode import Episode
+from cuda_agent.policy.episode import Episode, read_episodes
 from cuda_agent.policy.served import ServedModel, ServedModelError
 from cuda_agent.rl.scores import score
 from cuda_agent.sandbox.wire import Verdict
@@ -118,6 +118,24 @@ def test_a_served_model_is_measured_on_a_kernelbench_folder(address, tmp_path, m
     results = [message["content"] for message in body["messages"] if message["role"] == "tool"]
     assert "verify: ok" in results[2] and "no JSON" in results[3]
     assert (tmp_path / "out" / "scores.json").exists()
+
+
+@pytest.mark.nightly
+def test_episodes_that_are_finished_stay_when_the_server_fails(address, tmp_path):
+    url, handler = address
+    (tmp_path / "model.py").write_text(TASK)
+    (tmp_path / "tasks").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "tasks" / f"{name}.py").write_text(TASK)
+    handler.failures += [200] * 5 + [403] * 9  # one to look for the model, four of the first episode
+    config = compose(["experiment=benchmark", "sandbox.clock=model", "agent.concurrency=1"])
+    said: list[str] = []
+    tasks = read_any(tmp_path / "tasks")
+    with pytest.raises(ServedModelError):
+        player = Player(base_url=url, model="some-model")
+        asyncio.run(benchmark(config, tmp_path / "cache", player, tasks, tmp_path / "out", said.append))
+    assert [episode.task for episode in read_episodes(tmp_path / "out" / "episodes.jsonl")] == ["a"]
+    assert said[-1].startswith("1 episode of 2 are in ") and not (tmp_path / "out" / "scores.json").exists()
 
 
 @pytest.mark.nightly

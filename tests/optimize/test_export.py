@@ -267,6 +267,43 @@ def test_a_python_solution_stays_as_it_is_and_as_a_program_compares_itself(expor
     assert (tmp_path / "model_new.py").read_text().startswith(f"# Made here.\n#\n# Two lines.\n{code.rstrip()}\n")
 
 
+def test_infinite_and_missing_numbers_are_expressions():
+    value = {"init": [{"value": [float("inf"), float("-inf"), (1, {"a": float("nan")})]}], "x": "text", "y": ()}
+    read = eval(export._value(value))
+    assert read["init"][0]["value"][:2] == [float("inf"), float("-inf")] and read["x"] == "text" and read["y"] == ()
+    assert math.isnan(read["init"][0]["value"][2][1]["a"])
+
+
+def test_exported_kernels_get_contiguous_inputs():
+    given = torch.arange(6.0).view(2, 3)
+    forward = standalone_program._for_inference(lambda self, x, pair, named: [x, *pair, named["z"]])
+    found = forward(None, given.t(), (given.t(), 3), named={"z": given[:, 1:]})
+    assert all(one.is_contiguous() for one in found if isinstance(one, torch.Tensor)) and found[2] == 3
+    torch.testing.assert_close(found[0], given.t())
+
+
+def test_an_original_may_have_a_dataclass_with_annotations_as_text_and_read_its_source():
+    code = (
+        "from __future__ import annotations\nimport inspect\nfrom dataclasses import dataclass\n\n\n@dataclass\n"
+        "class Size:\n    n: int = 3\n\n\ndef f():\n    return 1\n\n\nSOURCE = inspect.getsource(f)\n"
+    )
+    found = standalone_program._names(code)
+    assert found["Size"]().n == 3 and found["SOURCE"] == "def f():\n    return 1\n"
+
+
+def test_weights_that_a_parent_loads_are_used():
+    names: dict = {}
+    exec(export._PLAN.format(runner="_Runner").replace("_KERNELS = _Runner(_PROGRAM, _SOURCES, Model.forward)", ""), {
+        "Model": torch.nn.Linear, "_check_init": lambda *_: None, "_PROGRAM": {"init": []}, "_KERNELS": None,
+    }, names)  # fmt: skip
+    model = names["ModelNew"].__new__(names["ModelNew"])
+    torch.nn.Linear.__init__(model, 2, 2)
+    parent = torch.nn.Sequential(model)
+    model._weights = "old"
+    parent.load_state_dict({name: torch.ones_like(weight) for name, weight in parent.state_dict().items()}, assign=True)
+    assert model._weights is None
+
+
 def test_a_solution_that_is_wrong_is_told_by_its_own_program(capsys):
     original = standalone_program._names(LIBRARY)
     wrong = standalone_program._names(LIBRARY.replace("self.conv(x)", "2 * self.conv(x)"))["Model"]

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from cuda_agent.policy.chat import on_the_wire
-from cuda_agent.policy.chat_stream import Reply
+from cuda_agent.policy.chat_stream import Again, Reply
 from cuda_agent.policy.served import ServedModel, ServedModelError, ServedModelRefused, check_address
 
 TOOLS = [{"type": "function", "function": {"name": "Bash", "description": "Runs.", "parameters": {"properties": {}}}}]
@@ -239,6 +239,49 @@ def test_a_server_that_does_not_answer_is_found_at_once():
     with pytest.raises(ServedModelError, match="http://there/v1 does not answer: ConnectError refused") as caught:
         asked_of(answer, lambda model: model.check())
     assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize(
+    ("said", "after"),
+    [
+        ("Please retry in 53s.", 53.0),
+        ('{"retryDelay": "7.5s"}', 7.5),
+        ("try again in 20 seconds", 20.0),
+        ("slow down", None),
+    ],
+)
+def test_the_pause_that_a_server_names_in_words_is_kept(said, after):
+    async def failed(model):
+        try:
+            await model._fail(httpx.Response(429, content=said))
+        except Again as again:
+            return again.after
+
+    assert asked_of(lambda request: httpx.Response(200), failed) == after
+
+
+def test_a_key_from_a_file_is_no_part_of_an_error_and_a_key_that_no_header_can_hold_is_refused(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
+    assert ServedModel("http://there/v1", "m")._client.headers["authorization"] == f"Bearer {KEY}"
+
+    def answer(request):
+        raise httpx.ConnectError(f"Illegal header value b'Bearer {KEY}'")
+
+    with pytest.raises(ServedModelError) as caught:
+        asked_of(answer, lambda model: model.check())
+    assert "Illegal header" in str(caught.value) and KEY not in str(caught.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\u201csecret\u201d")
+    with pytest.raises(ServedModelRefused, match="the key in OPENAI_API_KEY has characters") as refused:
+        ServedModel("http://there/v1", "m")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "usage", [[{"completion_tokens": 3}], {"completion_tokens": "x"}, "x", {"prompt_tokens": None}]
+)
+def test_counts_of_tokens_may_be_anything(usage):
+    reply, _, _, _ = chat(stream(text("now", "stop") | {"usage": usage}))
+    assert reply.content == "now" and reply.estimated and reply.tokens >= 0
 
 
 def test_a_limit_of_a_minute_is_waited_for():

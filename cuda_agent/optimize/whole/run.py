@@ -192,12 +192,15 @@ async def _put_together(
         parts = [(one.part, one.solution, one.spec) for one in chosen if one.solution and one.spec]
         return joined(task.code, parts, settings.device, compiled)
 
+    judged: list[Verdict | None] = []
+
     async def judge(chosen: Sequence[PartResult], compiled: bool = False) -> Verdict | None:
         titles = [one.part.title for one in chosen]
         text = f"measuring the whole model with {', '.join(titles)}" + (_COMPILED if compiled else "")
         command.show({"kind": "judging", "parts": titles, "compiled": compiled}, [text])
         work = sandbox.evaluate(task, solution(chosen, compiled), "strict")
         verdict: Verdict | None = await search.unless(command.stop, work, sandbox)
+        judged.append(verdict)
         if verdict is not None:
             gain = f"{verdict.speedup_eager:.2f}×" if verdict.speedup_eager else printable(verdict.message)[:200]
             event = {"kind": "integrated", "parts": titles, "compiled": compiled, "verdict": verdict.to_json()}
@@ -208,6 +211,8 @@ async def _put_together(
     kept = [result for result in found if result.kept]
     if verdict is not None and _speed(faster := await judge(kept, compiled=True)) > _PAYS * _speed(verdict):
         verdict, compiled = faster, True
+    if verdict is None and any(one is None or one.status == "infra" for one in judged):
+        return None, False  # a person or a fault ended the judging: the result of an earlier call stays
     shutil.rmtree(folder / "solution", ignore_errors=True)
     if verdict is None:
         for name in ("verdict.json", "model_new.py"):

@@ -110,7 +110,7 @@ def find_nvcc() -> Nvcc:
     raise CompilerMissing("no nvcc: neither on PATH, nor in CUDA_HOME (/usr/local/cuda), nor in the installed packages")
 
 
-def compilers(device: str) -> list[str]:
+def identities(device: str) -> list[str]:
     """Returns the identities of the compilers that solutions for ``device`` may use, as far as they are installed."""
     found = []
     for find in (find_toolchain, *((find_nvrtc, find_nvcc) if device == "cuda" else ())):

@@ -116,7 +116,7 @@ class FirstPass:
         headers = {} if own_headers else stand_ins(files)
         torch = importlib.metadata.version("torch")
         versions = [_VERSION, torch, sys.version, processor(), self._threads, self._train_mode]
-        versions += toolchain.compilers(self._device)
+        versions += toolchain.identities(self._device)
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         parts += [sorted(headers.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()

@@ -78,7 +78,7 @@ def test_another_compiler_needs_a_new_pass(running: Running, monkeypatch: pytest
     asks = solution(f"{ASKS}x = 1")
     assert running.evaluate(task(), asks).status == "ok"
     before = len(kept(running))
-    monkeypatch.setattr(toolchain, "compilers", lambda device: ["another g++"])
+    monkeypatch.setattr(toolchain, "identities", lambda device: ["another g++"])
     assert running.evaluate(task(), asks, again=True).status == "ok"
     assert len(kept(running)) == before + 1
 
