@@ -28,6 +28,7 @@ from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 
 _PRELUDE = "".join(f"#include <{name}>\n" for name in ("cmath", "algorithm", "cstdint", "cstring", "limits"))
+_PROGRAM_TESTS = ("__name__ == '__main__'", "'__main__' == __name__")
 _RULE = "# " + "-" * 98
 _OURS = re.compile(r"^from cuda_agent\b.*\n", re.MULTILINE)
 
@@ -113,7 +114,7 @@ def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) ->
         parts, runner = (_LIBRARY | _GPU, "standalone_cuda.py"), "_OnCuda"
         values |= {"expressions": program.expressions, "nvrtc": _source("sandbox/build/nvrtc.py")}
     return sections(
-        ("The model as it was given.", task_code.rstrip()),
+        ("The model as it was given.", without_program(task_code)),
         ("The kernels.", f"_SOURCES = {_value(dict(sorted(sources.items())))}"),
         ("The plan, with every number worked out.", f"_PROGRAM = {_value(values)}"),
         ("What runs them.", _runtime(*parts)),
@@ -228,6 +229,16 @@ def _described(tensor: Tensor) -> list[Any]:
 
 def sections(*sections: tuple[str, str]) -> str:
     return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
+
+
+def without_program(code: str) -> str:
+    """Returns the source ``code`` without its top-level statements ``if __name__ == "__main__":``.  The exported file,
+    run as a program, compares its models instead."""
+    lines = code.splitlines()
+    for statement in reversed(syntax.parse(code).body):
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) in _PROGRAM_TESTS and not statement.orelse:
+            del lines[statement.lineno - 1 : statement.end_lineno]
+    return "\n".join(lines).rstrip()
 
 
 def literal(text: str) -> str:

@@ -274,6 +274,13 @@ def test_infinite_and_missing_numbers_are_expressions():
     assert math.isnan(read["init"][0]["value"][2][1]["a"])
 
 
+def test_the_program_of_a_model_is_left_out():
+    code = 'import torch\n\nx = 1\n\nif __name__ == "__main__":\n    x = 2\n    raise SystemExit(x)\n\ny = 3\n'
+    assert export.without_program(code) == "import torch\n\nx = 1\n\n\ny = 3"
+    kept = "if __name__ == '__main__':\n    x = 1\nelse:\n    x = 2"
+    assert export.without_program(kept) == kept, "a part of it is for imports"
+
+
 def test_exported_kernels_get_contiguous_inputs():
     given = torch.arange(6.0).view(2, 3)
     forward = standalone_program._for_inference(lambda self, x, pair, named: [x, *pair, named["z"]])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cuda_agent.optimize.export import body, literal, module_code, sections
+from cuda_agent.optimize.export import body, literal, module_code, sections, without_program
 from cuda_agent.optimize.whole.parts import Part
 from cuda_agent.sandbox.wire import Solution, TaskSpec
 
@@ -26,7 +26,7 @@ def joined(code: str, parts: Sequence[tuple[Part, Solution, TaskSpec]], device: 
         text = module_code(_GIVEN, solution, spec, device)
         rows.append(f"    ({list(part.names)!r}, {solution.format == 'plan'!r}, {literal(text)}),\n")
     return Solution("python", {"model_new.py": sections(
-        ("The model as it was given.", code.rstrip()),
+        ("The model as it was given.", without_program(code)),
         ("The solutions of its parts.", f"_PARTS = [\n{''.join(rows)}]"),
         ("What puts them in.", body("whole/joined_model.py")),
         ("", _END.format(compiled=compiled).strip()),
