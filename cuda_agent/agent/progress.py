@@ -6,6 +6,7 @@ option ``--resume``, a search continues from its transcript (docs/optimize.md)."
 
 import difflib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -154,6 +155,14 @@ class SearchBudget:
         if self.money is not None and self._price(self.prompt + prompt, self.sampled + sampled) > self.money:
             return "money"
         return ""
+
+    def affordable(self, prompt: int) -> float:
+        """Returns how many tokens may be sampled after ``prompt`` more prompt tokens; infinite without a limit."""
+        found = math.inf if self.tokens is None else float(self.tokens - self.prompt - self.sampled - prompt)
+        if self.money is not None and self.price_out:
+            rest = self.money - self._price(self.prompt + prompt, self.sampled)
+            found = min(found, rest * 1e6 / self.price_out)
+        return max(0.0, found)
 
     def _price(self, prompt: int, sampled: int) -> float:
         return (prompt * self.price_in + sampled * self.price_out) / 1e6

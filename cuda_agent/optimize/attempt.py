@@ -239,7 +239,8 @@ class Attempt:
                 return calls
         try:
             closing = f"{_LAST} {ASKED}" if self.lessons is not None else _LAST
-            reply = await self._ask(terms.answer_tokens, closing if last else "")
+            most = max(_LEAST_ANSWER, self.budget.affordable(prompt)) if last else terms.answer_tokens
+            reply = await self._ask(int(min(most, terms.answer_tokens)), closing if last else "")
             for again in range(1, _AGAIN + 1):
                 if not self._stops_at_once(reply):
                     break

@@ -1,6 +1,8 @@
 """What a search knows after the events of its transcript."""
 
-from cuda_agent.agent.progress import replayed
+import math
+
+from cuda_agent.agent.progress import SearchBudget, replayed
 from cuda_agent.sandbox.wire import Verdict
 
 
@@ -21,6 +23,13 @@ def test_an_attempt_that_was_cut_off_in_a_turn_goes_on_from_the_turn_before():
     states, _, _ = replayed([*whole, *cut, *resumed])
     assert states[1].turn == 1
     assert [said["role"] for said in states[1].messages] == ["user", "assistant", "tool", "user"]
+
+
+def test_an_answer_is_as_long_as_the_budget_affords():
+    assert SearchBudget().affordable(10) == math.inf
+    budget = SearchBudget(tokens=1000, money=0.01, price_in=1.0, price_out=10.0, prompt=300, sampled=100)
+    assert budget.affordable(200) == 400 and budget.affordable(900) == 0
+    assert SearchBudget(money=0.01, price_in=1.0, price_out=10.0, prompt=1000).affordable(4000) == 500
 
 
 def test_time_after_the_last_answer_counts():
