@@ -60,7 +60,7 @@ class Rest:
 
     def experiment(self, name: str, artifacts: str | None) -> str:
         """Returns the id of the experiment ``name``.  If there is no such experiment, creates one, which stores
-        artifacts at the address ``artifacts`` (None: the server decides).  Restores one that somebody has deleted:
+        artifacts at the address ``artifacts`` (None: the server decides).  Restores one that was deleted:
         MLflow takes no runs of it, and no other one of this name."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:

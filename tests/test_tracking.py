@@ -116,7 +116,7 @@ def test_two_stores_with_a_run_of_the_same_name_share_no_row(there):
     assert {row.tags["of"] for row in with_tag(rows, STORE_TAG, "two") if row.tags.get(STAGE_TAG)} == {"two"}
 
 
-def test_an_experiment_that_somebody_deleted_is_restored(there):
+def test_a_deleted_experiment_is_restored(there):
     from mlflow import MlflowClient
 
     api = mlflow_api.connect(there[0])
