@@ -35,10 +35,10 @@ def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class There:
-    """A cluster with a release.  ``play`` starts a thread that answers each new Workflow."""
+    """A cluster with a release.  ``play`` starts a thread that answers each new Workflow, until ``close``."""
 
     def __init__(self, api: FakeApi, mlflow: str) -> None:
-        self.api, self.mlflow = api, mlflow
+        self.api, self.mlflow, self._over, self._threads = api, mlflow, threading.Event(), list[threading.Thread]()
         about = {"cuda-agent.io/version": "0.1.0", "cuda-agent.io/mlflow": mlflow}
         for job, label, gpus in (("cpu", "profile", "0"), ("gpu", "profile", "1"), ("search-cpu", "search", "0")):
             metadata = {"annotations": about | {"cuda-agent.io/gpus": gpus}}
@@ -47,15 +47,20 @@ class There:
     def play(self, answer: Answer) -> None:
         def work() -> None:
             seen: set[str] = set()
-            while True:
+            while not self._over.wait(0.02):
                 for (kind, name), item in [*self.api.objects.items()]:
                     if kind == "workflows" and name not in seen and ("configmaps", name) in self.api.objects:
                         seen.add(name)
                         text = self.api.objects["configmaps", name]["data"]["config.json"]
                         answer(item["metadata"]["name"], json.loads(text))
-                time.sleep(0.02)
 
-        threading.Thread(target=work, daemon=True).start()
+        self._threads.append(threading.Thread(target=work, daemon=True))
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
 
     def set(self, name: str, phase: str, message: str = "", exit_code: str = "0") -> None:
         node = {"type": "Pod", "displayName": "begin(0)", "phase": phase, "message": message, "startedAt": "2026"}
@@ -83,7 +88,9 @@ def there(tmp_path: Path, mlflow: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     with FakeApi() as api:
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
         monkeypatch.setattr(commands, "EVERY", 0.02)
-        yield There(api, mlflow)
+        made = There(api, mlflow)
+        yield made
+        made.close()
 
 
 def optimize(*words: str) -> tuple[int, str]:
