@@ -19,7 +19,6 @@ from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 
 ENGINE_PORT = 8000
-_KINDS = ("StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy")
 FOLDER = "/engine"  # where stages and replicas mount the claim of the weights; each run has a sub-folder
 
 
@@ -78,7 +77,7 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
         (wall,) = (item["spec"] for item in base if item["kind"] == "NetworkPolicy")
         for suffix, labels in zip(("stages", "ray"), _clients(RUN_NAME), strict=True):
             replicas = [{"podSelector": wall["podSelector"]}]
-            rules = [{"from": replicas}], None if pools.egress_is_open() else [{"to": replicas}]
+            rules = [{"from": replicas}], [{"to": replicas}]
             own = pools.labels_of("engine")
             opened.insert(0, pools.network_policy(f"{RUN_NAME}-engine-{suffix}", own, labels, *rules))
     made = pools.of_run([*opened, *base], workflow, uid)
@@ -98,4 +97,4 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 def names(workflow: str) -> list[tuple[str, str]]:
     """Returns (kind, name) of every object that ``objects`` can make for the Workflow ``workflow``."""
     walls = [("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray")]
-    return [*((kind, f"{workflow}-engine") for kind in _KINDS), *walls]
+    return [*((kind, f"{workflow}-engine") for kind in ("StatefulSet", *pools.AROUND)), *walls]

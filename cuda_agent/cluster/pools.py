@@ -47,6 +47,7 @@ POD_SECURITY: dict[str, Any] = {
 # may take as much as the pod's memory limit, and counts as memory of the pod.
 SHARED_MEMORY_MOUNT = {"name": "memory", "mountPath": "/dev/shm"}
 SHARED_MEMORY: dict[str, Any] = {"memory": {"emptyDir": {"medium": "Memory"}}}
+AROUND = ("Service", "PodDisruptionBudget", "NetworkPolicy")  # kinds that `around_servers` makes
 HOME: dict[str, Any] = {"HOME": "/scratch", "CUDA_AGENT_HOME": "/scratch/home"}  # the folder that a pod may write to
 
 
@@ -106,12 +107,6 @@ def token_of(workflow: str, **more: Any) -> dict[str, Any]:
 
 def labels_of(component: str) -> dict[str, str]:
     return {NAME_LABEL: "cuda-agent", COMPONENT_LABEL: component, POOL_LABEL: RUN_NAME}
-
-
-def egress_is_open() -> bool:
-    """Returns whether the chart does not restrict egress (``networkPolicy.enabled=false``).  Then a policy that allows
-    some egress of a pod would forbid the rest."""
-    return "CUDA_AGENT_OPEN_EGRESS" in os.environ
 
 
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -187,6 +182,9 @@ def of_run(
 ) -> list[dict[str, Any]]:
     """Returns copies of the templates ``base`` for one run, owned by the run's Workflow.
 
+    The chart may leave egress unrestricted (``networkPolicy.enabled=false``).  Then a NetworkPolicy that allows some
+    egress of a pod would forbid the rest, so its egress rules are left out.  A policy that allows no egress stays.
+
     Args:
         base: Templates of Kubernetes objects, with the placeholder ``RUN``.
         workflow: Name of the run's Workflow.
@@ -196,6 +194,9 @@ def of_run(
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
+        if "CUDA_AGENT_OPEN_EGRESS" in os.environ and one["kind"] == "NetworkPolicy" and one["spec"].get("egress"):
+            del one["spec"]["egress"]
+            one["spec"]["policyTypes"].remove("Egress")
     return made
 
 
@@ -280,5 +281,5 @@ def objects(
 
 def names(workflow: str) -> list[tuple[str, str]]:
     """Returns (kind, name) of every Kubernetes object of a run's sandbox servers."""
-    shared = [(kind, f"{workflow}-sandbox") for kind in ("Service", "PodDisruptionBudget", "Secret", "NetworkPolicy")]
+    shared = [(kind, f"{workflow}-sandbox") for kind in ("Secret", *AROUND)]
     return [*(("StatefulSet", f"{workflow}-{role}") for role in ROLES), *shared]

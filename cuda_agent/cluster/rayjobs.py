@@ -141,9 +141,6 @@ def objects(
         "CUDA_AGENT_ENGINE_SERVERS": engines,
     }
     made = pools.of_run(base, workflow, uid, {POOL_LABEL: workflow}, job_name(workflow, stage))
-    for one in made:
-        if one["kind"] == "NetworkPolicy" and pools.egress_is_open() and one["spec"].pop("egress", None):
-            one["spec"]["policyTypes"] = ["Ingress"]
     job = next(one for one in made if one["kind"] == "RayJob")["spec"]
     job["activeDeadlineSeconds"] = int(os.environ.get("CUDA_AGENT_DEADLINE", job["activeDeadlineSeconds"]))
     job["entrypoint"] = shlex.join([*pools.COMMAND, *arguments])

@@ -15,7 +15,7 @@ from cuda_agent.config import Config
 from cuda_agent.errors import BadConfiguration, TryAgain
 
 SERVERS = ("StatefulSet", "RayJob")  # kinds of a run's objects, and in the next line the others
-SHARED = ("Service", "PodDisruptionBudget", "Secret", "NetworkPolicy")
+SHARED = ("Secret", *pools.AROUND)
 POOL_SECONDS = 900.0  # longest wait until every pool has a ready server
 
 

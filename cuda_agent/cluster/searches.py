@@ -5,7 +5,6 @@ search (its settings and the problem).  All carry the search's name as a label. 
 user by MLflow, as reports of runs do."""
 
 import hashlib
-import re
 import secrets
 import time
 from datetime import UTC, datetime
@@ -16,7 +15,15 @@ import httpx
 
 from cuda_agent.cluster import results, templates
 from cuda_agent.cluster.api import Cluster, new_object
-from cuda_agent.cluster.submit import CONFIG_ANNOTATION, ENDED, Submission, next_attempt, phase
+from cuda_agent.cluster.submit import (
+    CONFIG_ANNOTATION,
+    ENDED,
+    RUN_NAME,
+    Submission,
+    next_attempt,
+    phase,
+    step_and_attempt,
+)
 from cuda_agent.cluster.templates import PROFILE_LABEL, SEARCH_LABEL, Template
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import Rest
@@ -24,7 +31,6 @@ from cuda_agent.pipeline.gc import YOUNG
 from cuda_agent.storage import Store
 
 EXPERIMENT, TAG = "cuda-agent-searches", "cuda-agent.search"  # in MLflow
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")
 _STATES = {
     "Pending": "waits", "Running": "running", "Succeeded": "done", "Failed": "failed", "Error": "failed",
 }  # fmt: skip
@@ -62,7 +68,7 @@ def submission(search: str, workflow: str, profile: str, template: str, text: st
 
 def names(cluster: Cluster, search: str) -> list[str]:
     """Returns the names of the Workflows of a search, oldest first."""
-    found = cluster.metadata("Workflow", f"{SEARCH_LABEL}={search}") if _NAME.fullmatch(search) else []
+    found = cluster.metadata("Workflow", f"{SEARCH_LABEL}={search}") if RUN_NAME.fullmatch(search) else []
     return [about["name"] for about in sorted(found, key=lambda about: (about["creationTimestamp"], about["name"]))]
 
 
@@ -95,10 +101,10 @@ def steps(workflow: dict[str, Any]) -> dict[str, str]:
     for node in sorted(nodes, key=lambda node: node.get("startedAt") or ""):
         if node.get("type") != "Pod":
             continue
-        step, attempt = re.fullmatch(r"(.*?)(\(\d+\))?", node["displayName"]).groups()  # type: ignore[union-attr]
+        step, attempt = step_and_attempt(node["displayName"])
         state = _STATES.get(node.get("phase", ""), "waits")
         said = f": {node['message']}" if state == "failed" and node.get("message") else ""
-        found[step] = f"{state}{said}" + (f" (try {int(attempt[1:-1]) + 1})" if attempt not in (None, "(0)") else "")
+        found[step] = f"{state}{said}" + (f" (try {attempt + 1})" if attempt > 0 else "")
     return found
 
 
@@ -138,7 +144,7 @@ def fetch(cluster: Cluster, search: str, folder: Path) -> bool:
         ConfigError: The release has no MLflow, or it refuses this user."""
     with results.mlflow(cluster) as server:
         api = Rest(server.address, seconds=60.0)
-        rows = api.find(api.experiments(), TAG, search) if _NAME.fullmatch(search) else []
+        rows = api.find(api.experiments(), TAG, search) if RUN_NAME.fullmatch(search) else []
         row = next((row.run_id for row in rows if row.status == "FINISHED"), None)
         if row is not None:
             results.save(api, row, api.files(row), folder)

@@ -217,6 +217,13 @@ def phase(workflow: dict[str, Any]) -> str:
     return "Failed" if found == "Succeeded" and never_began else found
 
 
+def step_and_attempt(name: str) -> tuple[str, int]:
+    """Returns (step, number of the attempt) from the name of a Workflow's node.  Argo names the attempts of a step
+    ``STEP(0)``, ``STEP(1)`` and so on.  A name without a number has the number -1."""
+    step, _, number = re.fullmatch(r"(.*?)(\((\d+)\))?", name).groups()  # type: ignore[union-attr]
+    return step, -1 if number is None else int(number)
+
+
 def exit_code(workflow: dict[str, Any]) -> int:
     """Returns the exit code of a run that has ended: 0, 75 if it was stopped, otherwise that of the step that failed,
     in its last attempt.  A step that was killed, or left no exit code, counts as a bug."""
@@ -225,10 +232,10 @@ def exit_code(workflow: dict[str, Any]) -> int:
     if workflow["spec"].get("shutdown"):
         return EXIT_RETRY
     nodes = workflow.get("status", {}).get("nodes", {}).values()
-    last = {}  # step -> its last attempt; a pod is called STEP(ATTEMPT)
+    last = {}  # step -> its last attempt
     for node in sorted(nodes, key=lambda node: node.get("startedAt") or ""):
         if node.get("type") == "Pod":
-            last[re.sub(r"\(\d+\)$", "", node.get("displayName", ""))] = node
+            last[step_and_attempt(node.get("displayName", ""))[0]] = node
     failed = [node for node in last.values() if node.get("phase") == "Failed"]
     codes = {str((node.get("outputs") or {}).get("exitCode")) for node in failed}
     final = next((code for code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUDGET) if str(code) in codes), EXIT_BUG)
@@ -316,8 +323,8 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
         task = rayjobs.task_name(name)  # replaces the plain step if the stage runs in several pods
         if task not in groups and by_name.get(task, {}).get("phase", "Skipped") in ("Skipped", "Omitted"):
             task = name
-        attempts = [node for shown, node in by_name.items() if re.fullmatch(rf"{re.escape(task)}\(\d+\)", shown)]
-        node = max(attempts, key=lambda node: int(node["displayName"][len(task) + 1 : -1]), default=by_name.get(task))
+        attempts = [shown for shown in by_name if step_and_attempt(shown)[0] == task and shown != task]
+        node = by_name.get(max(attempts, key=step_and_attempt, default=task))
         if node is None:
             continue
         view.attempt = len(attempts)
@@ -385,7 +392,7 @@ def _turn(workflow: dict[str, Any]) -> str:
 def _stage_of(pod: dict[str, Any]) -> str:
     """Returns the name of the step to which a pod of a Workflow belongs.  ``pod`` is the pod's metadata."""
     node = pod.get("annotations", {}).get("workflows.argoproj.io/node-name", "")
-    return rayjobs.stage_name(re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1]))
+    return rayjobs.stage_name(step_and_attempt(node.rsplit(".", 1)[-1])[0])
 
 
 def _seconds(node: dict[str, Any]) -> float:

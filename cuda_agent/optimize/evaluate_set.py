@@ -214,23 +214,17 @@ def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) 
     for row in judged:
         if row.verdict and (row.task not in best or _rank(row.verdict) > _rank(best[row.task])):
             best[row.task] = row.verdict
+    sampled = {row.task for row in judged}
+    without_code = [row for row in rows if row.outcome == "no_solution" and row.task in sampled]
     episodes = [
         Episode(
             id=row.record, task=row.task, kind="single", ids=[], mask=[], logprobs=[], versions=[], turns=[],
-            reward=row.verdict.reward if row.verdict else None,
-            ended="answer" if row.verdict else "infra",
+            reward=row.verdict.reward if row.verdict else None if row.outcome == "infra" else -1.0,
+            ended="infra" if row.outcome == "infra" else "answer",
             verdict=row.verdict.to_json() if row.verdict else None,
             best=best[row.task].to_json() if row.task in best else None,
         )
-        for row in judged
-    ]  # fmt: skip
-    sampled = {row.task for row in judged}
-    episodes += [
-        Episode(
-            id=row.record, task=row.task, kind="single", ids=[], mask=[], logprobs=[], versions=[], turns=[],
-            reward=-1.0, ended="answer", best=best[row.task].to_json() if row.task in best else None,
-        )
-        for row in rows if row.outcome == "no_solution" and row.task in sampled
+        for row in [*judged, *without_code]
     ]  # fmt: skip
     scores = score(given.name, episodes, given.tasks, settings.clock)
     scored = {outcome.task for outcome in scores.outcomes}

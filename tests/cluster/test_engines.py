@@ -123,6 +123,21 @@ def test_with_nccl_stages_and_replicas_of_a_run_reach_each_others_ports_and_no_o
 
 
 @needs_helm
+def test_where_the_chart_leaves_egress_open_so_do_the_policies_of_stages_but_not_those_of_replicas(monkeypatch):
+    closed = of_run("policy.vllm.sync=nccl")
+    monkeypatch.setenv("CUDA_AGENT_OPEN_EGRESS", "yes")
+    made, alone = of_run("policy.vllm.sync=nccl"), of_run()
+    own = replicas(made)["spec"]["template"]["metadata"]["labels"]
+    for labels in (OWN, OF_RAY):
+        assert leaves(closed, labels) and not leaves(made, labels)
+        (policy,) = (one for one in of_kind(made, "NetworkPolicy") if selects(one["spec"]["podSelector"], labels))
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert leaves(made, own) == leaves(closed, own) != []
+    (policy,) = of_kind(alone, "NetworkPolicy")
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"] and policy["spec"]["egress"] == []
+
+
+@needs_helm
 def test_stages_and_the_pods_of_their_ray_write_into_the_runs_folder():
     (made,) = of_kind(objects(ALONE), "WorkflowTemplate", "-cpu-")
     folder = {"name": "CUDA_AGENT_ENGINE_FOLDER", "value": "/engine/{{workflow.name}}"}

@@ -127,6 +127,13 @@ def test_rays_pods_reach_each_other_and_are_reached_by_nobody_else():
         assert "workflows.argoproj.io/workflow" not in each["metadata"]["labels"], "they are none of Argo's pods"
 
 
+def test_where_the_chart_leaves_egress_open_so_do_rays_policies(monkeypatch):
+    monkeypatch.setenv("CUDA_AGENT_OPEN_EGRESS", "yes")
+    policies = [item["spec"] for item in of_run("night") if item["kind"] == "NetworkPolicy"]
+    assert [policy["policyTypes"] for policy in policies] == [["Ingress"], ["Ingress"]]
+    assert all(policy["ingress"] and "egress" not in policy for policy in policies)
+
+
 def test_without_it_the_profile_says_nothing_of_ray():
     items = template(merged(VALUES, {"profiles": {name: {"ray": {"enabled": False}} for name in ("cpu", "gpu")}}))
     for name in ("prepare", "agentic-ray"):
